@@ -8,7 +8,7 @@ with several the dispatcher is a process of its own.
     gateway -> dispatcher   Hello, Ask, Leave, Tokens, Aborted, Ended, Unclaimed, Returned, Ping
                             of limits: Reserve, Close, Figure, Carry, Restore, Add
     dispatcher -> gateway   Welcome, Granted, Moved, Denied, LoadShare, State, Done
-    between servers         Question, Answer
+    between servers         ForwardedQuestion, ForwardedAnswer
 
     gateway                      dispatcher                    worker
        |-- Ask ------------------>| waits in the fair queue
@@ -216,9 +216,9 @@ class Add(_Message, frozen=True):
     pasts: list[Past]
 
 
-class Question(_Message, frozen=True):
-    """An operator's, from another server's control socket; the connection is for this alone.
-    Answered by Answer."""
+class ForwardedQuestion(_Message, frozen=True):
+    """An operator's, from another server; the connection is for this alone.
+    Answered by ForwardedAnswer."""
 
     line: bytes
 
@@ -310,8 +310,8 @@ class Done(_Message, frozen=True):
     figures: list[LimitFigures] = []
 
 
-class Answer(_Message, frozen=True):
-    """To a Question: JSON."""
+class ForwardedAnswer(_Message, frozen=True):
+    """To a ForwardedQuestion: JSON."""
 
     text: bytes
 
@@ -331,10 +331,12 @@ ToDispatcher: TypeAlias = (
     | Carry
     | Restore
     | Add
-    | Question
+    | ForwardedQuestion
     | Ping
 )
-ToGateway: TypeAlias = Welcome | Granted | Moved | Denied | LoadShare | State | Done | Answer
+ToGateway: TypeAlias = (
+    Welcome | Granted | Moved | Denied | LoadShare | State | Done | ForwardedAnswer
+)
 LimitCall: TypeAlias = Reserve | Close | Figure | Carry | Restore | Add
 
 to_dispatcher: "msgspec.msgpack.Decoder[list[ToDispatcher]]" = msgspec.msgpack.Decoder(

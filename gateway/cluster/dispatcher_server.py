@@ -28,7 +28,6 @@ from gateway.cluster.dispatcher_protocol import (
     PROTOCOL_VERSION,
     Aborted,
     Add,
-    Answer,
     Ask,
     Carry,
     Close,
@@ -36,12 +35,13 @@ from gateway.cluster.dispatcher_protocol import (
     Done,
     Ended,
     Figure,
+    ForwardedAnswer,
+    ForwardedQuestion,
     Granted,
     Hello,
     Leave,
     LoadShare,
     Moved,
-    Question,
     Reserve,
     Restore,
     Returned,
@@ -215,7 +215,7 @@ class DispatcherServer:
     ) -> None:
         found = handler.answer(line)
         answer = found if isinstance(found, dict) else await found
-        channel.send(Answer(msgspec.json.encode(answer)))
+        channel.send(ForwardedAnswer(msgspec.json.encode(answer)))
 
     # Of peers.
 
@@ -376,7 +376,7 @@ class ConnectedGateway:
     def receive(self, message: ToDispatcher) -> None:
         """One message. What comes with every request is looked for first."""
         server, dispatcher = self._server, self._server.dispatcher
-        if not self.gateway_id and not isinstance(message, Hello | Question):
+        if not self.gateway_id and not isinstance(message, Hello | ForwardedQuestion):
             self.channel.lose("it did not say Hello")
         elif isinstance(message, Tokens):
             dispatcher.tokens(self, message.counts)
@@ -402,7 +402,7 @@ class ConnectedGateway:
             dispatcher.returned(self, *key, message.refused, message.ticket)
         elif isinstance(message, Hello):
             server.hello(self, message)
-        elif isinstance(message, Question):
+        elif isinstance(message, ForwardedQuestion):
             server.question(self.channel, message.line)
         elif isinstance(message, Carry):
             server.carry(self, message.reservations)

@@ -13,8 +13,8 @@ import msgspec
 from gateway.cluster.dispatcher_lease import DispatcherLease
 from gateway.cluster.dispatcher_places import CONNECT_S
 from gateway.cluster.dispatcher_protocol import (
-    Answer,
-    Question,
+    ForwardedAnswer,
+    ForwardedQuestion,
     ToDispatcher,
     ToGateway,
     to_gateway,
@@ -57,7 +57,7 @@ async def ask(address: tuple[str, int], tls: TlsContexts, line: bytes) -> bytes:
     answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def hear(message: ToGateway) -> None:
-        if isinstance(message, Answer) and not answer.done():
+        if isinstance(message, ForwardedAnswer) and not answer.done():
             answer.set_result(message.text)
 
     def lose(reason: str) -> None:
@@ -67,7 +67,7 @@ async def ask(address: tuple[str, int], tls: TlsContexts, line: bytes) -> bytes:
     channel.on_message, channel.on_lost = hear, lose
     await remote.connect(address, tls, channel, CONNECT_S)
     try:
-        channel.send(Question(line))
+        channel.send(ForwardedQuestion(line))
         async with asyncio.timeout(ANSWER_S):
             return await answer
     finally:
