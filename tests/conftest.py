@@ -40,6 +40,8 @@ LONGEST = (
     "tests/gateway/cache/test_answer_stores.py",
     "tests/gateway/cache/test_redis_answers.py",
     "tests/registry/test_migrations.py",
+    "tests/gateway/cluster/test_dispatcher_lease.py",
+    "tests/gateway/cluster/policy/test_election.py",
     "tests/admin/test_pages_in_a_browser.py",
 )
 
