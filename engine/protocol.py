@@ -28,7 +28,7 @@ MAX_CANDIDATES = 64
 """Rows of one SwapChoice at most."""
 MAX_CELLS = 512
 """Stretches of one Layout at most: a picture is not much wider. Some 3 kB."""
-PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 10, 10
+PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 11, 10
 """The newest and the oldest that this build speaks: machines are upgraded one by one."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 1500
 """Of ZeroMQ on tcp, at both ends: behind a cut link sends would succeed for half a minute."""
@@ -55,7 +55,6 @@ class RequestService(msgspec.Struct, frozen=True, array_like=True):
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
     """A standing offer for one resident model.
-
     num_requests and kv_tokens (prompt plus output) are what may still be submitted for it, each
     request rounded up to whole blocks of `block_tokens`. Offers of several models share one memory:
     all grants together must also stay within the `WorkerStatus.free_*` figures, where a request
@@ -72,7 +71,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelStatus(msgspec.Struct, frozen=True, array_like=True):
-    """Residency of one hosted model. Durations in seconds; -1 where not yet known."""
+    """Residency of one hosted model. Durations in seconds; -1 where not yet known. `num_batch`: of
+    the requests that run or wait, those of class batch."""
 
     model_id: str
     state: ResidencyState
@@ -82,11 +82,11 @@ class ModelStatus(msgspec.Struct, frozen=True, array_like=True):
     num_waiting: int
     load_s_estimate: float
     reason: str = ""
+    num_batch: int = 0
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
     """The arena from its first page to its last, in the rough: for a picture.
-
     `stretches` are (owner, pages), neighbours first to last; all pages together are the arena's.
     `owner` counts in `owners`, which are named as in `WorkerStatus.pages`, "free" among them; pages
     that a step in flight may still touch count as free. An arena of more than MAX_CELLS pages is
@@ -142,9 +142,8 @@ class SwapChoice(msgspec.Struct, frozen=True, array_like=True):
     """One decision about who leaves the device. `incoming`: the model that room is made for.
 
     `reason`: for its weights because somebody waits ("load") or may soon ("prefetch"), for its KV
-    ("kv"), or nobody's: somebody asked for the unload ("operator"). `waited_s`: how long the
-    incoming model has waited; `score` as the candidates'. `candidates`: at most MAX_CANDIDATES,
-    those who leave first, then by score.
+    ("kv"), or an operator asked for the unload ("operator"). `waited_s`: of the incoming model;
+    `score` as the candidates'. `candidates`: at most MAX_CANDIDATES, who leaves first, by score.
     """
 
     incoming: str
@@ -255,7 +254,6 @@ class SetCatalog(_Message, frozen=True):
 
 class Submit(_Message, frozen=True):
     """Run one request. The model must be resident (the dispatcher holds a lease for it).
-
     `stop_token_ids` end the request and are counted as generated but are the last token sent.
     `logprobs`, `prompt_logprobs`: -1 for none, k for the token's own and the k likeliest's.
     `timeout_s` after its arrival the request ends with reason `timeout`, waiting or running, within
@@ -264,6 +262,7 @@ class Submit(_Message, frozen=True):
     and the answer is one delta with `vectors`.
     `generated`: tokens that earlier attempts have made, fewer than `max_tokens`, which counts them.
     The request goes on behind them; `cached_tokens` is what the first attempt found of its prompt.
+    `is_batch`: it takes only what requests of no such class leave, and gives way to them at once.
     """
 
     request_id: str
@@ -281,6 +280,7 @@ class Submit(_Message, frozen=True):
     encode: EncodeInputs | None = None
     generated: list[int] = []
     cached_tokens: int = 0
+    is_batch: bool = False
 
 
 class Abort(_Message, frozen=True):
@@ -297,17 +297,15 @@ class AckUsage(_Message, frozen=True):
 
 
 class LoadModel(_Message, frozen=True):
-    """Make the model resident, evicting by the worker's policy. Idempotent.
-
-    Sent again for a load that still waits for its pages, the newer figures hold. The fields are
-    explained in docs/worker-protocol.md.
-    """
+    """Make the model resident, evicting by the worker's policy. Idempotent; the newer figures hold.
+    The fields are explained in docs/worker-protocol.md."""
 
     model_id: str
     waited_s: float = 0.0
     backlog_s: float = 0.0
     prefetch: bool = False
     forced: bool = False
+    is_batch: bool = False
 
 
 class WarmModel(_Message, frozen=True):
@@ -418,7 +416,6 @@ class Refused(_Message, frozen=True):
 
 class WorkerStatus(_Message, frozen=True):
     """Heartbeat, and at once when leases or residency change.
-
     `pages` maps "model_id/weights", "model_id/kv" and "free" to pages. `swaps` lists those finished
     since the previous status. `models` has a row for each model that is not cold: a catalog may
     name thousands. Those without a row would be loaded from the disk at `cold_bytes_per_s` (0: not
@@ -429,6 +426,8 @@ class WorkerStatus(_Message, frozen=True):
     `layout` is sent to whoever connects, and then when it has changed, twice a second at most;
     None: as sent before. `started_at`: when the process began, epoch seconds. `checked`: the
     receiver's last CheckIntegrity: its `call`, and what was found; empty: nothing is wrong.
+    Requests of class batch do not count in `free_*` and in leases: they give way. `batch_requests`
+    and `batch_kv_bytes` are what they take of these, at their worst case.
     """
 
     epoch: str
@@ -450,6 +449,8 @@ class WorkerStatus(_Message, frozen=True):
     layout: Layout | None = None
     started_at: float = 0.0
     checked: tuple[int, str] | None = None
+    batch_requests: int = 0
+    batch_kv_bytes: int = 0
 
 
 class Welcome(_Message, frozen=True):

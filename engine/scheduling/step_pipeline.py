@@ -305,8 +305,9 @@ class Charges:
         self._num_pages = num_pages
         self._counters = counters
 
-    def step(self, ended: Collected) -> None:
-        """The step's time to its rows; what has no request any more to the engine itself."""
+    def step(self, ended: Collected) -> float:
+        """The step's time to its rows; what has no request any more to the engine itself. Returns
+        what of it is not class batch's."""
         rows = [item.row for item in ended.rows]
         shares = split_time(
             ended.device_s, [(row.num_scheduled_tokens, row_context(row)) for row in rows]
@@ -335,6 +336,13 @@ class Charges:
                 request.memory_s += (busy_s - since_s) * held
                 request.held_since_s = busy_s
         self._counters["busy_seconds"] = busy_s
+        batch_s = sum(
+            share
+            for item, share in zip(ended.rows, shares, strict=True)
+            if item.row.request.is_batch
+        )
+        self._counters["batch_seconds"] += batch_s
+        return max(0.0, ended.device_s - batch_s)
 
 
 def services(requests: Iterable[Request]) -> list[RequestService]:
