@@ -45,8 +45,9 @@ from engine.protocol import Finish, Refused, Usage
 from gateway.errors import ApiError, ErrorKind
 from gateway.limits.policy.rate_limit import Draw, LimitFigures, Reservation, UsedAmounts
 from gateway.limits.store import LimitDecision, Past
+from gateway.types import BatchWindow
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 HEARTBEAT_S = 0.25
 """How often each side says something."""
 TOKENS_EVERY_S = 0.1
@@ -60,8 +61,9 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class TicketSpec(msgspec.Struct, frozen=True, array_like=True):
     """A request that waits. Times are the machine's monotonic clock, which processes share.
 
-    `queued_s`, `num_before`, `num_losses`: as the ticket's (gateway/dispatch/tickets.py). `marks`:
-    how its prompt begins (policy/prefix_places.py), where there are several workers."""
+    `queued_s`, `num_before`, `num_losses`, `is_batch`, `batch_*`: as the ticket's
+    (gateway/dispatch/tickets.py). `marks`: how its prompt begins (policy/prefix_places.py), where
+    there are several workers."""
 
     request_id: str
     attempt: int
@@ -80,6 +82,9 @@ class TicketSpec(msgspec.Struct, frozen=True, array_like=True):
     num_before: int = 0
     num_losses: int = 0
     marks: list[int] = []
+    is_batch: bool = False
+    batch_weight: float = 1.0
+    batch_window: BatchWindow | None = None
 
 
 class RunningSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -226,7 +231,7 @@ class Welcome(_Message, frozen=True):
 class Granted(_Message, frozen=True):
     """Submit it there, now, behind the tokens that it has; an earlier attempt that still runs is
     aborted first. `owes_load`: its model's load is not paid back yet, so the request may have to
-    bear a share of it. `num_losses`: as counted here."""
+    bear a share of it. `num_losses`: as counted here. `is_batch`: the class that it has now."""
 
     request_id: str
     attempt: int
@@ -234,6 +239,7 @@ class Granted(_Message, frozen=True):
     worker_epoch: str
     owes_load: bool = False
     num_losses: int = 0
+    is_batch: bool = False
 
 
 class Moved(_Message, frozen=True):

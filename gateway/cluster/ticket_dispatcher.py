@@ -107,7 +107,7 @@ class TicketDispatcher(Dispatcher):
             return
         try:
             if is_new:
-                self.check(ticket.request, ticket.tenant_id)
+                self.check(ticket.request, ticket.tenant_id, is_batch=ticket.is_batch)
         except ApiError as error:
             peer.deny(spec.request_id, error)
             return
@@ -246,13 +246,16 @@ class TicketDispatcher(Dispatcher):
             arrival_s=spec.arrived_s,
             deadline_s=spec.deadline_s,
             ends_by_s=spec.ends_by_s,
-            prediction=self._predict(request, spec.tenant_id),
+            prediction=self._predict(request, spec.tenant_id, is_batch=spec.is_batch),
             stream=PeerStream(peer, spec.request_id),
             attempt=spec.attempt,
             num_losses=spec.num_losses,
             queued_s=spec.queued_s,
             num_before=spec.num_before,
             marks=spec.marks,
+            is_batch=spec.is_batch,
+            batch_weight=spec.batch_weight,
+            batch_window=spec.batch_window,
         )
 
     def _place_of(self, arrival_s: float) -> int:
