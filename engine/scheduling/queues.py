@@ -43,7 +43,7 @@ class ModelQueue:
     tag     the service it has had; batch_tag: of that class alone
     short   whom the queue waits for; nobody younger overtakes it
     page_rates  what its requests' positions take of the arena (`Charges`)
-    pace    what its steps have taken
+    pace    what its steps have taken; batch_pace: those with rows of class batch
     """
 
     instance_id: str
@@ -55,6 +55,7 @@ class ModelQueue:
     short: Short | None = None
     page_rates: tuple[tuple[float, float], ...] = ()
     pace: StepPace = field(default_factory=StepPace)
+    batch_pace: StepPace = field(default_factory=StepPace)
 
     @property
     def num_unfinished(self) -> int:

@@ -356,7 +356,8 @@ class Scheduler:
         if not is_shared and BATCH_ORDER not in ranks:
             return running, wanted, split_budget(wanted, most, ranks)
         beside = BATCH_ORDER in ranks and running[0].order < BATCH_ORDER
-        heavy_tokens = queue.pace.heavy_tokens(wanted.count(1), most, is_batch=beside)
+        pace = queue.batch_pace if BATCH_ORDER in ranks else queue.pace
+        heavy_tokens = pace.heavy_tokens(wanted.count(1), most, is_batch=beside)
         heavy_rank = self._tenants.mean if is_shared else BATCH_ORDER
         granted = split_budget(wanted, most, ranks, heavy_rank, heavy_tokens)
         return running, wanted, granted

@@ -313,7 +313,9 @@ class Charges:
             ended.device_s, [(row.num_scheduled_tokens, row_context(row)) for row in rows]
         )
         sizes = [row.num_scheduled_tokens for row in rows]
-        ended.queue.pace.observe(ended.device_s, sum(sizes), sum(n for n in sizes if n > 1))
+        with_batch = any(row.request.is_batch for row in rows)
+        pace = ended.queue.batch_pace if with_batch else ended.queue.pace
+        pace.observe(ended.device_s, sum(sizes), sum(n for n in sizes if n > 1))
         began_s = self._counters["busy_seconds"]
         busy_s = began_s + ended.device_s
         rates = ended.queue.page_rates

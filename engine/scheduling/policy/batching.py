@@ -224,14 +224,11 @@ class StepPace:
         if self._token_s is None:
             self._allowed = 0.0
             return FEWEST_TOKENS if is_batch else most
-        stretched_s = STRETCH * (self._decode_s or 0.0)
-        step_s = max(TARGET_S, stretched_s)
-        # Steps beside class batch are short on purpose: they tell nothing of a token.
+        step_s = STRETCH * (self._decode_s or 0.0)
+        if not (is_batch and self._decode_s):
+            step_s = max(TARGET_S, step_s)
         self._allowed = min(step_s / self._token_s, num_decodes + most)
-        allowed = self._allowed
-        if is_batch and self._decode_s:
-            allowed = min(allowed, stretched_s / self._token_s)
-        return max(FEWEST_TOKENS, int(allowed) - num_decodes)
+        return max(FEWEST_TOKENS, int(self._allowed) - num_decodes)
 
 
 def _average(before: float | None, new: float) -> float:

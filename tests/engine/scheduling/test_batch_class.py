@@ -110,7 +110,7 @@ def test_a_model_with_nothing_else_waits_for_all_that_others_have() -> None:
 
 def test_its_prompts_are_cut_to_the_length_of_a_step() -> None:
     world = World(max_batch_tokens=100)
-    pace = world.scheduler.queue("a").pace
+    pace = world.scheduler.queue("a").batch_pace
     pace.observe(0.2, 40, 40)  # 5 ms a token: a step of 25 ms has the fewest
     request = add(world, "batch", "a", 80, 4, batch=True)
     world.play()
