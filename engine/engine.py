@@ -118,6 +118,7 @@ class Engine:
             "busy_seconds": 0.0,
             "unbilled_seconds": 0.0,
             "recompute_seconds": 0.0,
+            "batch_seconds": 0.0,
             "prompt_tokens": 0.0,
             "generation_tokens": 0.0,
             "batch_tokens": 0.0,
@@ -371,11 +372,14 @@ class Engine:
             queue.cache.drop_cached()
 
     def _charge(self, ended: Collected, now_s: float) -> None:
-        self._charges.step(ended)
-        ended.queue.tag += ended.device_s
-        self._residency.touch(
-            ended.queue.instance_id, ended.device_s, now_s, produced=ended.produced
-        )
+        # What class batch uses makes no model more wanted. A turn that others had is theirs, too,
+        # with all rows in it: it is as long for those who wait for another model.
+        live_s = self._charges.step(ended)
+        if all(item.row.request.is_batch for item in ended.rows):
+            ended.queue.batch_tag += ended.device_s
+        else:
+            ended.queue.tag += ended.device_s
+        self._residency.touch(ended.queue.instance_id, live_s, now_s, produced=ended.produced)
         self._counters["steps"] += 1
 
     def _append(self, request: Request, sampled: SampledToken, now_s: float) -> None:

@@ -55,7 +55,6 @@ class RequestService(msgspec.Struct, frozen=True, array_like=True):
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
     """A standing offer for one resident model.
-
     num_requests and kv_tokens (prompt plus output) are what may still be submitted for it, each
     request rounded up to whole blocks of `block_tokens`. Offers of several models share one memory:
     all grants together must also stay within the `WorkerStatus.free_*` figures, where a request
@@ -72,7 +71,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelStatus(msgspec.Struct, frozen=True, array_like=True):
-    """Residency of one hosted model. Durations in seconds; -1 where not yet known."""
+    """Residency of one hosted model. Durations in seconds; -1 where not yet known. `num_batch`: of
+    the requests that run or wait, those of class batch."""
 
     model_id: str
     state: ResidencyState
@@ -82,11 +82,11 @@ class ModelStatus(msgspec.Struct, frozen=True, array_like=True):
     num_waiting: int
     load_s_estimate: float
     reason: str = ""
+    num_batch: int = 0
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
     """The arena from its first page to its last, in the rough: for a picture.
-
     `stretches` are (owner, pages), neighbours first to last; all pages together are the arena's.
     `owner` counts in `owners`, which are named as in `WorkerStatus.pages`, "free" among them; pages
     that a step in flight may still touch count as free. An arena of more than MAX_CELLS pages is
@@ -112,10 +112,8 @@ class SwapRecord(msgspec.Struct, frozen=True, array_like=True):
 
 class SwapCandidate(msgspec.Struct, frozen=True, array_like=True):
     """A model that held pages when somebody had to go, and what became of it.
-
     `score` is `demand` (device seconds a second) x `reload_s` x `weight` over `size_bytes`, or what
     else the worker's policy goes by; `num_pages` would come free. `outcome`:
-
     evicted               idle, left at once
     drains                leaves when what it runs has ended, or its time-out has come
     kept: pinned          never leaves
@@ -140,11 +138,9 @@ class SwapCandidate(msgspec.Struct, frozen=True, array_like=True):
 
 class SwapChoice(msgspec.Struct, frozen=True, array_like=True):
     """One decision about who leaves the device. `incoming`: the model that room is made for.
-
     `reason`: for its weights because somebody waits ("load") or may soon ("prefetch"), for its KV
-    ("kv"), or nobody's: somebody asked for the unload ("operator"). `waited_s`: how long the
-    incoming model has waited; `score` as the candidates'. `candidates`: at most MAX_CANDIDATES,
-    those who leave first, then by score.
+    ("kv"), or an operator asked for the unload ("operator"). `waited_s`: of the incoming model;
+    `score` as the candidates'. `candidates`: at most MAX_CANDIDATES, who leaves first, by score.
     """
 
     incoming: str
@@ -162,7 +158,6 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How a row's next token is chosen; docs of engine/sampling/sampler.py give the order of
     operations.
-
     temperature          0 is greedy
     top_p                the likeliest tokens whose probability reaches it; 1 for all
     seed                 always explicit; any 64 bits
@@ -190,7 +185,6 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
     """What the generated text has to be. The worker compiles it for the model's tokenizer.
-
     json_schema      text is the schema, as JSON
     json_object      any JSON object; text is empty
     regex            text is a regular expression that the whole output matches (no lookaround, no
@@ -205,7 +199,6 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
 
 class EncodeInputs(msgspec.Struct, frozen=True, array_like=True):
     """What an encoder request is computed on.
-
     Its inputs' tokens lie end to end in the Submit's `prompt_token_ids`, each input with its
     special tokens; `lengths` says how many each has. `type_ids` (the segments of a pair) is as long
     as all tokens, or empty for zeros. `states`: behind the inputs' rows come the tokens' own, in
@@ -231,7 +224,6 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
 
 class Hello(_Message, frozen=True):
     """First message of a peer; answered by Welcome and by every unacknowledged Finish.
-
     `observes`: a dispatcher of several gateways, which submits nothing and gets reports of what all
     of them have submitted. `epoch`: which dispatcher of the installation it is. A worker obeys the
     highest that it has seen: one that was stopped, or cut off, and comes back is not heard again.
@@ -253,7 +245,6 @@ class SetCatalog(_Message, frozen=True):
 
 class Submit(_Message, frozen=True):
     """Run one request. The model must be resident (the dispatcher holds a lease for it).
-
     `stop_token_ids` end the request and are counted as generated but are the last token sent.
     `logprobs`, `prompt_logprobs`: -1 for none, k for the token's own and the k likeliest's.
     `timeout_s` after its arrival the request ends with reason `timeout`, waiting or running, within
@@ -262,6 +253,7 @@ class Submit(_Message, frozen=True):
     delta with `vectors`.
     `generated`: tokens that earlier attempts have made, fewer than `max_tokens`, which counts them.
     The request goes on behind them; `cached_tokens` is what the first attempt found of its prompt.
+    `is_batch`: it takes only what requests of no such class leave, and gives way to them at once.
     """
 
     request_id: str
@@ -279,6 +271,7 @@ class Submit(_Message, frozen=True):
     encode: EncodeInputs | None = None
     generated: list[int] = []
     cached_tokens: int = 0
+    is_batch: bool = False
 
 
 class Abort(_Message, frozen=True):
@@ -301,14 +294,15 @@ class AdoptUsage(_Message, frozen=True):
 
 
 class LoadModel(_Message, frozen=True):
-    """Make the model resident, evicting by the worker's policy. Idempotent; of a load that waits
-    for its pages the newer figures hold. docs/worker-protocol.md explains the fields."""
+    """Make the model resident, evicting by the worker's policy. Idempotent; the newer figures hold.
+    The fields are explained in docs/worker-protocol.md."""
 
     model_id: str
     waited_s: float = 0.0
     backlog_s: float = 0.0
     prefetch: bool = False
     forced: bool = False
+    is_batch: bool = False
 
 
 class WarmModel(_Message, frozen=True):
@@ -419,17 +413,18 @@ class Refused(_Message, frozen=True):
 
 class WorkerStatus(_Message, frozen=True):
     """Heartbeat, and at once when leases or residency change.
-
     `pages` maps "model_id/weights", "model_id/kv" and "free" to pages. `swaps` lists those finished
     since the previous status. `models` has a row for each model that is not cold: a catalog may
     name thousands. Those without a row would be loaded from the disk at `cold_bytes_per_s` (0: not
     known). `choices` are decisions about who leaves, since the previous status: of those that found
     nobody who may, only the first of a kind. For a peer that observes alone: `service`, what
     running requests have had so far, so that they count while they run, and `taken`, which Submits
-    have come since its previous status, so that it can subtract grants still under way. `layout` is
-    sent to whoever connects, and then when it has changed, twice a second at most; None: as sent
-    before. `started_at`: when the process began, epoch seconds. `checked`: the receiver's last
-    CheckIntegrity: its `call`, and what was found; empty: nothing is wrong.
+    have come since its previous status, so that it can subtract grants still under way.
+    `layout` is sent to whoever connects, and then when it has changed, twice a second at most;
+    None: as sent before. `started_at`: when the process began, epoch seconds. `checked`: the
+    receiver's last CheckIntegrity: its `call`, and what was found; empty: nothing is wrong.
+    Requests of class batch do not count in `free_*` and in leases: they give way. `batch_requests`
+    and `batch_kv_bytes` are what they take of these, at their worst case.
     """
 
     epoch: str
@@ -451,6 +446,8 @@ class WorkerStatus(_Message, frozen=True):
     layout: Layout | None = None
     started_at: float = 0.0
     checked: tuple[int, str] | None = None
+    batch_requests: int = 0
+    batch_kv_bytes: int = 0
 
 
 class Welcome(_Message, frozen=True):

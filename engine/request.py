@@ -32,6 +32,8 @@ import torch
 from engine.errors import IllegalTransition
 from engine.protocol import FinishReason, SamplingParams, Submit, TokenLogprobs, Usage
 
+# Orders of arrival of class batch begin here: such a request is younger than all others.
+BATCH_ORDER = 1 << 40
 # The largest magnitude of a logit_bias, a frequency and a presence penalty.
 MAX_ADDED = 100.0
 # repetition_penalty lies between 1 / this and this.
@@ -248,7 +250,8 @@ class Request:
     encoding       inputs and rows of an encoder request; it has no KV, samples nothing, and
                    `num_computed` counts the tokens of inputs whose steps were launched
     cached_tokens  tokens whose KV was there when it was first admitted; None: never admitted
-    order          order of arrival over all models: the youngest is preempted first
+    order          order of arrival over all models: the youngest is preempted first; of class batch
+                   it is younger than all that are not
     deadline_s     it ends with reason `timeout` from then on
     device_s, memory_s  what it is charged (`Charges`); prefill_s, of device_s, for its prompt
     held_since_s   second of the device's work up to which its memory is charged; None: holds none
@@ -308,6 +311,8 @@ class Request:
         """
         # 0 is no bound, and neither is what is no number; a negative one is over at once.
         asked_s = submit.timeout_s if submit.timeout_s > 0 or submit.timeout_s < 0 else math.inf
+        if submit.is_batch and asked_s < math.inf:
+            timeout_s = 0.0  # it may have a day, and waits here while others run
         return cls(
             submit=submit,
             arrival_s=now_s,
@@ -320,6 +325,11 @@ class Request:
             # What it finds now is not the first attempt's hit: that one is billed.
             cached_tokens=submit.cached_tokens if submit.generated else None,
         )
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it is of class batch; its `order` is above BATCH_ORDER then."""
+        return self.submit.is_batch
 
     @property
     def num_generated(self) -> int:

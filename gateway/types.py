@@ -45,8 +45,26 @@ RequestKind: TypeAlias = Literal["chat", "completion"] | EncodeKind
 Outcome: TypeAlias = Literal["finished", "disconnected", "failed", "cache_hit"]
 
 
+class BatchWindow(msgspec.Struct, frozen=True, array_like=True):
+    """The time that a batch may take, in monotonic seconds, and how long what comes behind this
+    request in it is expected to take."""
+
+    began_s: float
+    ends_s: float
+    behind_s: float = 0.0
+
+    def shifted(self, by_s: float) -> "BatchWindow":
+        """In another clock's seconds, which are so many more."""
+        return BatchWindow(self.began_s + by_s, self.ends_s + by_s, self.behind_s)
+
+
 class Principal(msgspec.Struct, frozen=True):
-    """What an API key resolves to. `limits` are the key's own."""
+    """What an API key resolves to. `limits` are the key's own.
+
+    `is_batch`: all its requests are of class batch, which have `batch_weight`; whoever sends the
+    lines of a batch sets it, with the `window`. A tenant's class and a request's are never
+    multiplied: the lower one holds.
+    """
 
     tenant_id: str
     key_id: str
@@ -58,6 +76,9 @@ class Principal(msgspec.Struct, frozen=True):
     tenant_limits: Limits = UNLIMITED
     response_retention_days: int | None = None
     """The tenant's own, if it has one."""
+    batch_weight: float = 0.05
+    is_batch: bool = False
+    window: BatchWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +135,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     `encode`: the inputs for an encoder, which lie in `prompt_token_ids`; `max_tokens` is 0 then.
     `continues`: a later piece of a request that was admitted, which a full queue does not refuse.
     `priority`: among its tenant's waiting requests the lowest goes first.
+    `is_batch`: it asks for class batch, and runs only where requests of other classes leave room.
     `rates`: what it is billed by, as of its arrival.
     """
 
@@ -148,6 +170,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     continues: bool = False
     rates: Rates = FREE
     priority: int = 0
+    is_batch: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

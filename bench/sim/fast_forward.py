@@ -106,7 +106,7 @@ class FastForward:
 
     def decodes(self) -> list[Decode]:
         """Models with requests, where something decodes and nothing is in flight; else none."""
-        if self._config.steps_ahead or self._pipeline.num_in_flight:
+        if self._config.steps_ahead or self._pipeline.num_in_flight or self._scheduler.num_batch:
             return []
         queues = [queue for queue in self._scheduler.queues() if queue.num_unfinished]
         if len(queues) > 1 and any(map(self._scheduler._is_urgent, queues)):
@@ -283,7 +283,7 @@ class FastForward:
         admission = self._scheduler._admission
         return (
             admission._tenants.num > 1
-            and admission._num_running() < admission._max_running
+            and admission._num_running()[0] < admission._max_running
             and any(map(admission._tenants.may_take_over, queue.waiting))
         )
 

@@ -108,6 +108,8 @@ class SimTenant:
     weight: float = 1.0
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    is_batch: bool = False
+    """All its requests are of class batch."""
 
 
 @dataclass(frozen=True, slots=True)

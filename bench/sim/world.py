@@ -23,7 +23,7 @@ from engine.config import EngineConfig, WorkerConfig
 from engine.residency.policy.eviction import EvictionPolicy, GreedyDual
 from engine.residency.policy.eviction_rules import EvictionParams
 from gateway.settings.settings import Settings
-from gateway.types import HostedModel, Principal
+from gateway.types import BatchWindow, HostedModel, Principal
 from registry.accounts.quotas import Limits
 
 ANY_ENDPOINT = "ipc://simulated"
@@ -31,6 +31,8 @@ OWN_SETTINGS = {"latency_s": 2e-4, "posting_s": 5e-3, "restart_s": 2.0, "request
 """Settings of the simulation itself: one way of a message, a posting, a process's start, and what
 the gateway's HTTP, template and tokenizer take before a request is queued."""
 
+DAY_S = 86_400.0
+"""The window of every batch."""
 EVICTION = "eviction_"
 """Settings of a world that begin so are parameters of our eviction (policy/eviction.py)."""
 
@@ -105,6 +107,8 @@ def set_up(world: World, answers: Answers, future: Workload | None = None) -> St
                 scopes=frozenset(),
                 limits=Limits(tenant.requests_per_minute or 0, tenant.tokens_per_minute or 0),
                 weight=tenant.weight,
+                is_batch=tenant.is_batch,
+                window=BatchWindow(0.0, DAY_S) if tenant.is_batch else None,
             )
             for tenant in world.tenants
         ],

@@ -123,6 +123,11 @@ class KvMemory:
             count for owner, count in by_owner.items() if owner.kind == "weights"
         )
 
+    @property
+    def num_obtainable(self) -> int:
+        """Pages that are free, will be once steps have ended, or hold cached KV only."""
+        return self._pool.num_free + self._pool.num_fenced + self.num_evictable()
+
     def num_evictable(self) -> int:
         """Pages of extents without live blocks."""
         return sum(model.cache.num_cached_pages for model in self._models.values())

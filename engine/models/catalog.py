@@ -93,11 +93,11 @@ class Catalog:
         return not any(self._specs[other].pinned or is_busy(other) for other in others)
 
     def status_rows(
-        self, instances: Sequence[ModelStatus], num_requests: Mapping[str, tuple[int, int]]
+        self, instances: Sequence[ModelStatus], num_requests: Mapping[str, tuple[int, int, int]]
     ) -> list[ModelStatus]:
         """A row for each hosted model, and for names on their way out.
 
-        `num_requests`: running and waiting by hosted name.
+        `num_requests`: running, waiting, and those of class batch of both, by hosted name.
         """
         rows = []
         for instance in instances:
@@ -106,13 +106,14 @@ class Catalog:
                 name for name in self._names[instance.model_id] if name not in self._instance_of
             ]
             for name in names or leaving:
-                num_running, num_waiting = num_requests.get(name, (0, 0))
+                num_running, num_waiting, num_batch = num_requests.get(name, (0, 0, 0))
                 row = msgspec.structs.replace(
                     instance,
                     model_id=name,
                     num_running=num_running,
                     num_waiting=num_waiting,
                     reason=self._in_names(instance.reason),
+                    num_batch=num_batch,
                 )
                 rows.append(row)
         return rows

@@ -106,7 +106,9 @@ class ModelManager:
     def advance(self, now_s: float) -> None:
         """Loads, evictions and moves go on; what they did is brought to runners and queues."""
         self._now_s = now_s
-        events = self.residency.poll(now_s, self._is_busy, self._drop_kv, self._claim())
+        self.scheduler.leave_to_load(self.residency.pages_waited_for(), now_s)
+        about = (self._drop_kv, self._claim(), self._is_busy)
+        events = self.residency.poll(now_s, self.scheduler.is_live, *about)
         for event in events:
             if event.kind == "loaded":
                 self._start(event.model_id)
@@ -137,7 +139,8 @@ class ModelManager:
             check_encode(request, index)
         else:
             self._check_generate(request, index, instance_id)
-        num_waiting = sum(len(queue.waiting) for queue in self.scheduler.queues())
+        queues = self.scheduler.queues()
+        num_waiting = sum(r.is_batch <= request.is_batch for q in queues for r in q.waiting)
         if num_waiting >= self.config.max_waiting:
             raise RequestRefused(
                 "overloaded", f"the worker's queue is full ({num_waiting} requests wait)"
@@ -253,7 +256,7 @@ class ModelManager:
             self._fail_queue(queue.instance_id, "the model was removed")
             return
         state = self.residency.state(queue.instance_id)
-        if state in ("cold", "warm"):
+        if state in ("cold", "warm") and queue.is_live:  # the dispatcher moves class batch off
             self.residency.request_load(queue.instance_id, self._now_s)
         elif state == "failed":
             self._fail_queue(queue.instance_id, self.residency.reason(queue.instance_id))

@@ -6,6 +6,7 @@ free, for it gives way. All leases share one memory; the figures that bound them
 first. See protocol.WorkerStatus.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -35,7 +36,9 @@ def make_status(manager: ModelManager, counters: Mapping[str, float]) -> WorkerS
     free_requests, free_bytes, leases = make_leases(manager)
     running = Counter(r.submit.model_id for queue in queues for r in queue.running)
     waiting = Counter(r.submit.model_id for queue in queues for r in queue.waiting)
+    batch = Counter(r.submit.model_id for q in queues for r in q.requests() if r.is_batch)
     names = running.keys() | waiting.keys()
+    counts = {name: (running[name], waiting[name], batch[name]) for name in names}
     instances = manager.residency.noted_rows()
     return WorkerStatus(
         epoch="",
@@ -47,7 +50,7 @@ def make_status(manager: ModelManager, counters: Mapping[str, float]) -> WorkerS
         page_bytes=pool.page_bytes,
         num_pages=pool.num_pages,
         pages=_pages(manager),
-        models=manager.catalog.status_rows(instances, {n: (running[n], waiting[n]) for n in names}),
+        models=manager.catalog.status_rows(instances, counts),
         leases=leases,
         counters={
             **counters,
@@ -65,6 +68,8 @@ def make_status(manager: ModelManager, counters: Mapping[str, float]) -> WorkerS
         },
         cold_bytes_per_s=manager.residency.cold_bytes_per_s,
         service=services(request for queue in queues for request in queue.running),
+        batch_requests=batch.total(),
+        batch_kv_bytes=batch_pages(queues) * pool.page_bytes,
     )
 
 
@@ -109,18 +114,21 @@ def _pages(manager: ModelManager) -> dict[str, int]:
 
 
 def make_leases(manager: ModelManager) -> tuple[int, int, list[Lease]]:
-    """(free requests, free KV bytes, a lease for each hosted model whose instance is resident)."""
+    """(free requests, free KV bytes, a lease for each hosted model whose instance is resident).
+
+    As if there were no requests of class batch: they give way.
+    """
     config, pool, kv = manager.config, manager.pool, manager.kv
     queues = manager.scheduler.queues()
-    unfinished = sum(queue.num_unfinished for queue in queues)
+    unfinished = sum(not request.is_batch for queue in queues for request in queue.requests())
     slots = config.max_num_seqs + max(1, config.max_num_seqs // LOOKAHEAD_SHARE) - unfinished
     free_requests = max(0, slots)
-    free_pages = pool.num_free + pool.num_fenced + kv.num_evictable()
+    free_pages = kv.num_obtainable + int(_held_by_batch(queues))
     free_pages -= manager.residency.pending_pages()
     for queue in queues:
         if queue.cache is not None:
             free_pages -= pages_still_needed(queue)
-    if any(queue.num_unfinished and not queue.encodes for queue in queues):
+    if any(queue.is_live and not queue.encodes for queue in queues):
         free_pages -= kv.num_spare_pages  # admission leaves them to those that run
     free_pages = max(0, free_pages)
     encoder_tokens = max(0, ENCODER_TOKENS - _encoder_backlog(queues))
@@ -157,15 +165,41 @@ def _encoder_backlog(queues: Iterable[ModelQueue]) -> int:
         for queue in queues
         if queue.encodes
         for request in queue.requests()
+        if not request.is_batch
     )
 
 
-def pages_still_needed(queue: ModelQueue) -> int:
-    """Pages that the instance's unfinished requests may yet take."""
+def batch_pages(queues: Iterable[ModelQueue]) -> int:
+    """Pages that requests of class batch hold, and may yet take."""
+    queues = [queue for queue in queues if queue.has_batch and queue.cache is not None]
+    lacking = sum(pages_still_needed(queue, of_batch=True) for queue in queues)
+    return lacking + math.ceil(_held_by_batch(queues))
+
+
+def _held_by_batch(queues: Iterable[ModelQueue]) -> float:
+    """Of these, what it holds: all that the model has, where nobody else runs, else the share of
+    its blocks in their pages."""
+    pages = 0.0
+    for queue in queues:
+        cache, running = queue.cache, queue.running
+        if cache is None or not running or not running[-1].is_batch:
+            continue
+        if running[0].is_batch:
+            pages += cache.num_live_pages
+        else:
+            held = (r.kv for r in running if r.is_batch and r.kv is not None)
+            pages += sum(map(cache.live_pages_of, held))
+    return pages
+
+
+def pages_still_needed(queue: ModelQueue, *, of_batch: bool = False) -> int:
+    """Pages that the instance's unfinished requests may yet take: of class batch, or the others."""
     cache = queue.cache
     assert cache is not None
     blocks = cache.demand(None, 0)
     for request in queue.requests():
+        if request.is_batch != of_batch:
+            continue
         held = request.kv if request.state == "running" else None
         versions = 1 if request.constrained is None else 2
         blocks += cache.demand(held, request.max_total_tokens, num_versions=versions)

@@ -242,6 +242,11 @@ class LoadQueue:
         """Pages that the head needs and has not got."""
         return self._space.num_pages_pending(self._waiting[0]) if self._waiting else 0
 
+    def num_pages_waited_for(self) -> int:
+        """The same where others than class batch wait for the head; else 0."""
+        head = self._waiting[0] if self._waiting else None
+        return 0 if head is None or head.load_request.takes_leftovers else self.num_pages_pending()
+
     def serve(self, turn: Turn) -> None:
         """Lead one head after the other to its pages, until one has to wait."""
         while self._waiting:
@@ -290,7 +295,8 @@ class LoadQueue:
     def _send_away(self, model: ModelInstance, num_pages: int, turn: Turn) -> bool:
         """Models leave by policy, so that so many pages come free. True if some have left."""
         models = self._models
-        victims = self._space.victims(model, num_pages, models.all(), turn.now_s, turn.busy)
+        busy = turn.uses if model.load_request.takes_leftovers else turn.busy
+        victims = self._space.victims(model, num_pages, models.all(), turn.now_s, busy)
         for model_id in (*victims.evict, *victims.drain):
             models.drain(models.by_id[model_id], turn.now_s, f"room for {model.model_id}")
         for model_id in victims.evict:

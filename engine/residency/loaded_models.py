@@ -55,15 +55,14 @@ DropKv = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """How a load is wanted; the words are those of protocol.LoadModel.
-
-    to_host_tier  only into the host tier (protocol.WarmModel)
-    """
+    """How a load is wanted; the words are those of protocol.LoadModel. `to_host_tier`: only there
+    (protocol.WarmModel)."""
 
     waited_s: float = 0.0
     backlog_s: float = 0.0
     prefetch: bool = False
     forced: bool = False
+    is_batch: bool = False
     to_host_tier: bool = False
 
     @classmethod
@@ -71,7 +70,13 @@ class LoadRequest:
         """What a gateway has asked for."""
         if isinstance(message, WarmModel):
             return cls(to_host_tier=True)
-        return cls(message.waited_s, message.backlog_s, message.prefetch, message.forced)
+        about = message.waited_s, message.backlog_s, message.prefetch, message.forced
+        return cls(*about, message.is_batch)
+
+    @property
+    def takes_leftovers(self) -> bool:
+        """Nobody waits for it but class batch."""
+        return self.prefetch or self.is_batch
 
     def with_newer(self, newer: "LoadRequest") -> "LoadRequest":
         """Asked for again: somebody waits if somebody waited; the newer figures hold."""
@@ -80,6 +85,7 @@ class LoadRequest:
             waited_s=max(self.waited_s, newer.waited_s),
             prefetch=self.prefetch and newer.prefetch,
             forced=self.forced or newer.forced,
+            is_batch=self.is_batch and newer.is_batch,
         )
 
 
@@ -89,7 +95,6 @@ PLAIN_LOAD = LoadRequest()
 @dataclass(frozen=True, slots=True)
 class ResidencyEvent:
     """Something the engine has to act on. `reason`: why it failed or had to go.
-
     "moved": the weights lie elsewhere and have new views, which must be bound before the next step.
     """
 
@@ -294,18 +299,18 @@ def _first_kv_pages(index: PackIndex, config: EngineConfig, pool: PagePool) -> i
 
 @functools.lru_cache(maxsize=1 << 16)
 def _path(folder: str) -> Path:
-    """Making one takes longer than all else that is done for a cold model, and there may be
-    thousands."""
+    """Making one takes longer than all else for a cold model, and there may be thousands."""
     return Path(folder)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One poll: what it may ask the engine, and what came of it."""
+    """One poll. `busy`: whether a model has requests but of class batch; `uses`: any at all."""
 
     now_s: float
     busy: Busy
     drop_kv: DropKv
+    uses: Busy
     events: list[ResidencyEvent] = field(default_factory=list)
 
 

@@ -211,7 +211,7 @@ class Residency:
             return False
         model = self._get(victim)
         self._models.drain(model, now_s, f"KV of {model_id}")
-        self._evict(model, Turn(now_s, busy, drop_kv))
+        self._evict(model, Turn(now_s, busy, drop_kv, busy))
         return True
 
     def evict_idle(
@@ -225,7 +225,7 @@ class Residency:
         if victim is not None:
             model = self._get(victim)
             self._models.drain(model, now_s, f"cached KV of {model_id}")
-            self._evict(model, Turn(now_s, busy, drop_kv))
+            self._evict(model, Turn(now_s, busy, drop_kv, busy))
 
     def num_pages_for_kv(self, model_id: str) -> int:
         """Pages the model's KV could have if every model that may leave had left."""
@@ -233,14 +233,20 @@ class Residency:
         return self._pool.num_pages - kept
 
     def poll(
-        self, now_s: float, busy: Busy, drop_kv: DropKv, claim: KvClaim | None = None
+        self,
+        now_s: float,
+        busy: Busy,
+        drop_kv: DropKv,
+        claim: KvClaim | None = None,
+        uses: Busy | None = None,
     ) -> list[ResidencyEvent]:
         """Advance everything. `drop_kv` must give back all KV pages of the model it names.
+        `uses`: as `busy`, for loads that nobody but class batch waits for.
 
         A busy model that drains is evicted at `drain_timeout_s`; its requests are then the
         engine's to preempt (in `drop_kv`). Loads go on beside what `claim` may still need.
         """
-        turn = Turn(now_s, busy, drop_kv)
+        turn = Turn(now_s, busy, drop_kv, uses or busy)
         self._now_s = now_s
         self._space.claim = claim
         self._weight_store.poll()
@@ -288,6 +294,10 @@ class Residency:
     def pending_pages(self) -> int:
         """Pages that the next load waits for: KV should leave them alone."""
         return self._queue.num_pages_pending()
+
+    def pages_waited_for(self) -> int:
+        """The same, where requests of other classes than batch wait for that load; else 0."""
+        return self._queue.num_pages_waited_for()
 
     def weights(self, model_id: str) -> WeightViews:
         """Views of a model on the device. Raises RequestRefused where it is not there."""

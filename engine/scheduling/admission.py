@@ -7,6 +7,9 @@ not wait for one (`TenantCounts`). It is looked at again only when that can have
 outcome, and looking changes nothing: waiting costs neither time nor anybody's place in the
 cache.
 
+Those of class batch start only where nobody else waits for memory or needs the row; for the rows
+and shares of others they do not count, because they give way.
+
 Moves no request between states, reserves nothing and preempts nobody: `scheduler.py` does.
 """
 
@@ -44,6 +47,8 @@ class Admission:
             max(1, max_num_seqs // TAKEN_OVER_SHARE), max_num_seqs - 1
         )
         self._tenant_kv_share = tenant_kv_share
+        self.load_pages = 0
+        """Pages that a load waits for: class batch leaves them alone."""
         # The tenant's request that its share holds back: none that came after it may pass it.
         self._held_back: dict[str, Request] = {}
 
@@ -61,39 +66,45 @@ class Admission:
         held: dict[str, float] = {}
         if share.contended:
             held = self._held_by_tenant({r.submit.tenant_id for r in queue.waiting})
-        num_running = self._num_running()
+        num_live, num_batch = self._num_running()
         spare = self._spare_pages(queue)
         for request in queue.waiting:
             if request.num_pending:
                 break  # preempted just now: its last token comes first
-            tenant_id = request.submit.tenant_id
+            is_batch, tenant_id = request.is_batch, request.submit.tenant_id
+            # Rows of class batch are no reason to wait: they sit out.
+            num_running = num_live + num_batch if is_batch else num_live
             wanted = _pages_for(cache, request, request.num_tokens + 1) if share.contended else 0
             first = self._held_back.get(tenant_id)
-            if first is not None and first.order < request.order:
+            if not is_batch and first is not None and first.order < request.order:
                 continue
-            if not may_start(held, tenant_id, wanted, share):
+            if not is_batch and not may_start(held, tenant_id, wanted, share):
                 self._held_back[tenant_id] = request
                 continue
             if request.order > oldest_short or num_running >= self._max_num_seqs:
                 queue.short = queue.short or Short(request)
-                if request.order > oldest_lacking or num_running >= self._max_running:
+                if request.order > oldest_lacking or num_running >= self._max_running or is_batch:
                     break
                 if not self._tenants.may_take_over(request):
                     continue
             known = short if short is not None and short.request is request else Short(request)
             # With nobody running there is nobody to leave pages for.
-            fits, found = _look(
-                cache, known, promised, spare if num_running else 0, alone=not num_running
-            )
+            alone = not num_live + num_batch
+            left = 0 if alone else spare
+            left += self.load_pages if is_batch else 0
+            fits, found = _look(cache, known, promised, left, alone=alone)
             if not fits:
                 queue.short = queue.short or found
                 break
             assert request.kv is not None
             assert found.needed is not None
             promised += found.needed
-            held[tenant_id] = held.get(tenant_id, 0.0) + wanted
+            if is_batch:
+                num_batch += 1
+            else:
+                held[tenant_id] = held.get(tenant_id, 0.0) + wanted
+                num_live += 1
             request.num_computed = cache.match(request.kv, request.matchable_ids, now_s, found.hit)
-            num_running += 1
             admitted.append(request)
         return admitted
 
@@ -127,8 +138,11 @@ class Admission:
                 lacking += other.cache.pages_of(_lacking(other, other.cache))
         return lacking
 
-    def _num_running(self) -> int:
-        return sum(len(q.running) for q in self._queues.values() if not q.encodes)
+    def _num_running(self) -> tuple[int, int]:
+        """Those that are not of class batch, and those that are."""
+        running = [r for q in self._queues.values() if not q.encodes for r in q.running]
+        num_batch = sum(request.is_batch for request in running)
+        return len(running) - num_batch, num_batch
 
     def _oldest_short(self) -> tuple[float, float]:
         """Orders of the oldest that waits for memory or a row, and of those of the oldest that has
@@ -144,6 +158,7 @@ class Admission:
         What they hold, shared pages once, and what their requests are promised.
         """
         held: dict[str, float] = {}
+        batch_pages: dict[str, float] = {}
         seen: set[tuple[str, str]] = set()
         for queue, request in running_in(q for q in self._queues.values() if not q.encodes):
             cache, tenant_id = queue.cache, request.submit.tenant_id
@@ -151,6 +166,10 @@ class Admission:
                 continue
             assert cache is not None
             assert request.kv is not None
+            if request.is_batch:
+                pages = batch_pages.get(tenant_id, 0.0) + cache.live_pages_of(request.kv)
+                batch_pages[tenant_id] = pages
+                continue
             if (tenant_id, queue.instance_id) not in seen:
                 seen.add((tenant_id, queue.instance_id))
                 held[tenant_id] = held.get(tenant_id, 0.0) + cache.live_pages_of_tenant(tenant_id)
@@ -158,7 +177,7 @@ class Admission:
                 whole = _pages_for(cache, request, request.num_tokens)
                 lacking = whole - cache.live_pages_of(request.kv)
                 held[tenant_id] += max(0.0, lacking)
-        return held
+        return {name: max(0.0, had - batch_pages.get(name, 0.0)) for name, had in held.items()}
 
     def live_pages(self, tenant_id: str) -> float:
         """KV pages that a tenant's running requests hold, shared ones counted once."""

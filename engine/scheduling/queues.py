@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import IntegrityError
 from engine.memory import BlockDemand, Hit, KvCache
-from engine.request import Request
+from engine.request import BATCH_ORDER, Request
 from engine.scheduling.policy.batching import StepPace
 
 RECENT_S = 10.0
@@ -37,12 +37,13 @@ class Short:
 
 @dataclass(slots=True)
 class ModelQueue:
-    """Requests of one model, oldest first. `cache` is None unless it is resident.
+    """Requests of one model, oldest first, those of class batch last. `cache` is None unless it is
+    resident.
 
-    tag     the service it has had
+    tag     the service it has had; batch_tag: of that class alone
     short   whom the queue waits for; nobody younger overtakes it
     page_rates  what its requests' positions take of the arena (`Charges`)
-    pace    what its steps have taken
+    pace    what its steps have taken; batch_pace: those with rows of class batch
     """
 
     instance_id: str
@@ -50,14 +51,28 @@ class ModelQueue:
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     tag: float = 0.0
+    batch_tag: float = 0.0
     short: Short | None = None
     page_rates: tuple[tuple[float, float], ...] = ()
     pace: StepPace = field(default_factory=StepPace)
+    batch_pace: StepPace = field(default_factory=StepPace)
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
         return len(self.waiting) + len(self.running)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a request of another class than batch waits or runs."""
+        return any(heads and heads[0].order < BATCH_ORDER for heads in (self.running, self.waiting))
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether a request of class batch waits or runs."""
+        return any(
+            heads and heads[-1].order >= BATCH_ORDER for heads in (self.running, self.waiting)
+        )
 
     @property
     def encodes(self) -> bool:
@@ -76,7 +91,7 @@ def running_in(queues: Iterable[ModelQueue]) -> list[tuple[ModelQueue, Request]]
 
 
 class TenantCounts:
-    """Of unfinished requests, of all models."""
+    """Of unfinished requests, of all models, that are not of class batch."""
 
     def __init__(self) -> None:
         self._num: Counter[str] = Counter()
@@ -110,8 +125,8 @@ class TenantCounts:
         return len(self._num)
 
     def rank(self, request: Request) -> int:
-        """Requests that its tenant has here: whoever has fewest goes first."""
-        return self._num[request.submit.tenant_id]
+        """Requests that its tenant has here: whoever has fewest goes first, class batch last."""
+        return BATCH_ORDER if request.is_batch else self._num[request.submit.tenant_id]
 
     @property
     def mean(self) -> float:

@@ -305,8 +305,9 @@ class Charges:
         self._num_pages = num_pages
         self._counters = counters
 
-    def step(self, ended: Collected) -> None:
-        """The step's time to its rows; what has no request any more to the engine itself."""
+    def step(self, ended: Collected) -> float:
+        """The step's time to its rows; what has no request any more to the engine itself. Returns
+        what of it is not class batch's."""
         rows = [item.row for item in ended.rows]
         shares = split_time(
             ended.device_s, [(row.num_scheduled_tokens, row_context(row)) for row in rows]
@@ -314,7 +315,9 @@ class Charges:
         sizes = [row.num_scheduled_tokens for row in rows]
         self._count("rows", len(rows))
         self._count("tokens", sum(sizes))
-        ended.queue.pace.observe(ended.device_s, sum(sizes), sum(n for n in sizes if n > 1))
+        with_batch = any(row.request.is_batch for row in rows)
+        pace = ended.queue.batch_pace if with_batch else ended.queue.pace
+        pace.observe(ended.device_s, sum(sizes), sum(n for n in sizes if n > 1))
         began_s = self._counters["busy_seconds"]
         busy_s = began_s + ended.device_s
         rates = ended.queue.page_rates
@@ -337,6 +340,13 @@ class Charges:
                 request.memory_s += (busy_s - since_s) * held
                 request.held_since_s = busy_s
         self._counters["busy_seconds"] = busy_s
+        batch_s = sum(
+            share
+            for item, share in zip(ended.rows, shares, strict=True)
+            if item.row.request.is_batch
+        )
+        self._counters["batch_seconds"] += batch_s
+        return max(0.0, ended.device_s - batch_s)
 
     def _count(self, what: str, size: int) -> None:
         """The sum, and the steps by size: `step_rows_le_8` counts those of 5 to 8 rows. A size that

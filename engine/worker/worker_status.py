@@ -100,9 +100,10 @@ class StatusBoard:
         reported = self._reported
         if (
             reported is None
-            or (reported.free_requests - self._num_taken) * _TIGHT_ROWS_SHARE
+            or (reported.free_requests - reported.batch_requests - self._num_taken)
+            * _TIGHT_ROWS_SHARE
             < self._config.engine.max_num_seqs
-            or self._taken_bytes * 2 > reported.free_kv_bytes
+            or self._taken_bytes * 2 > reported.free_kv_bytes - reported.batch_kv_bytes
             or reported.free_kv_bytes + self._freed_bytes > _grown(reported.free_kv_bytes)
         ):
             self._due = True

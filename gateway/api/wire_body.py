@@ -181,8 +181,11 @@ class CompletionBody(CommonBody, forbid_unknown_fields=True, kw_only=True):
     suffix: str | None = None
 
 
-TIER_PRIORITIES = {"priority": -1, "flex": 1}
+TIER_PRIORITIES = {"priority": -1}
 """OpenAI's service tiers that order one tenant's requests; the others do not."""
+
+BATCH_TIER = "flex"
+"""The tier of requests of class batch."""
 
 TOLD_TIERS = {
     "auto": "default",

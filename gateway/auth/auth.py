@@ -159,6 +159,8 @@ def _principal(record: KeyRecord) -> Principal:
         limits=record.limits,
         tenant_limits=record.tenant_limits,
         weight=record.tenant_weight,
+        batch_weight=record.batch_weight,
+        is_batch=record.tenant_class == "batch",
         cache=CachePolicy(
             cast(CacheMode, record.cache.mode),
             record.cache.max_age_s,

@@ -21,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.cluster.policy.absences import RENEW_S as GATEWAY_RENEW_S
 from gateway.cluster.policy.election import AWAY_S, LOOK_S, RENEW_S, TTL_S, Candidacy, Tenure
+from gateway.dispatch.counter_checkpoint import Leads
 from registry.servers import dispatcher_leases, gateway_leases
 from registry.servers.dispatcher_leases import LeaseRow
 from registry.session import make_impatient_engine
@@ -150,7 +151,7 @@ class RowLeads:
         self._engine = engine
         self._epoch = epoch
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> Leads:
         """Raises SQLAlchemyError."""
         try:
             return dispatcher_leases.read_leads(self._engine)
@@ -158,7 +159,7 @@ class RowLeads:
             logger.warning("cannot read who was ahead, all tenants begin equal: %s", error)
             return {}
 
-    def write(self, leads: dict[str, float]) -> None:
+    def write(self, leads: Leads) -> None:
         """A dispatcher that has lost its place changes nothing. Raises SQLAlchemyError."""
         if not dispatcher_leases.write_leads(self._engine, self._epoch, leads):
             logger.info("the fair-share counters are another dispatcher's to keep now")

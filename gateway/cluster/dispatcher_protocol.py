@@ -47,6 +47,7 @@ from engine.protocol import Finish, Refused, Usage
 from gateway.errors import ApiError, ErrorKind
 from gateway.limits.policy.rate_limit import Draw, LimitFigures, Reservation, UsedAmounts
 from gateway.limits.store import LimitDecision, Past
+from gateway.types import BatchWindow
 
 PROTOCOL_VERSION = 7
 HEARTBEAT_S = 0.25
@@ -68,7 +69,8 @@ class TicketSpec(msgspec.Struct, frozen=True, array_like=True):
     left_s        until it has to have ended
     queued_for_s  since it began to wait as this attempt
 
-    `num_before`, `num_losses`: as the ticket's (gateway/dispatch/tickets.py). `marks`: how its
+    `num_before`, `num_losses`, `is_batch`, `batch_weight`: as the ticket's
+    (gateway/dispatch/tickets.py); `batch_window` too, from the moment of sending. `marks`: how its
     prompt begins (policy/prefix_places.py), where there are several workers."""
 
     request_id: str
@@ -88,6 +90,9 @@ class TicketSpec(msgspec.Struct, frozen=True, array_like=True):
     num_before: int = 0
     num_losses: int = 0
     marks: list[int] = []
+    is_batch: bool = False
+    batch_weight: float = 1.0
+    batch_window: BatchWindow | None = None
 
 
 class RunningSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -237,7 +242,7 @@ class Welcome(_Message, frozen=True):
 class Granted(_Message, frozen=True):
     """Submit it there, now, behind the tokens that it has; an earlier attempt that still runs is
     aborted first. `owes_load`: its model's load is not paid back yet, so the request may have to
-    bear a share of it. `num_losses`: as counted here."""
+    bear a share of it. `num_losses`: as counted here. `is_batch`: the class that it has now."""
 
     request_id: str
     attempt: int
@@ -245,6 +250,7 @@ class Granted(_Message, frozen=True):
     worker_epoch: str
     owes_load: bool = False
     num_losses: int = 0
+    is_batch: bool = False
 
 
 class Moved(_Message, frozen=True):

@@ -34,6 +34,7 @@ its share (`LoadShares`).
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.protocol import (
@@ -124,7 +125,8 @@ class DispatcherProxy(GrantedRequests):
         self._models: dict[str, HostedModel] = {}
         self._state = State(False, {}, {})
         self._next_seq = 0
-        self._num_waiting = 0  # of `live`: where the queue is full, every request asks
+        # Of `live`, by whether they are of class batch: where a queue is full, every request asks.
+        self._num_waiting = Counter[bool]()
         self._stopping = False
         self.marks_prompts = True
         """Whether tickets say how their prompts begin, where there are several workers."""
@@ -161,7 +163,7 @@ class DispatcherProxy(GrantedRequests):
             about_prompt = (principal.tenant_id, request.model.name, request.prompt_token_ids)
             ticket.marks = prefix_marks(*about_prompt)
         self.live[request.request_id] = ticket
-        self._num_waiting += 1
+        self._num_waiting[ticket.is_batch] += 1
         self._link.send(Ask(_spec(ticket, self._clock())))
         return stream
 
@@ -170,8 +172,9 @@ class DispatcherProxy(GrantedRequests):
         (dispatch/queue_bounds.py)."""
         if request.continues:
             return
-        if self._num_waiting >= self._settings.max_queue_total * max(1, len(self._workers)):
-            text = f"the queue of this server is full ({self._num_waiting} requests wait)"
+        num_waiting = self._num_waiting[principal.is_batch or request.is_batch]
+        if num_waiting >= self._settings.max_queue_total * max(1, len(self._workers)):
+            text = f"the queue of this server is full ({num_waiting} requests wait)"
             raise ApiError(QUEUE_FULL, f"{text}: try again later", retry_after_s=RESTART_WAIT_S)
 
     def add_worker(self, client: WorkerClient) -> None:
@@ -275,7 +278,7 @@ class DispatcherProxy(GrantedRequests):
         running = {ticket.key for ticket in self}
         if self._reported.keys() - running:
             raise IntegrityError(f"running {sorted(running)}, reported {sorted(self._reported)}")
-        if self._num_waiting != len(self.live) - len(running):
+        if self._num_waiting.total() != len(self.live) - len(running):
             raise IntegrityError(f"{self._num_waiting} of {len(self.live)} requests wait?")
         check_tokens(self.live.values())
 
@@ -321,6 +324,9 @@ class DispatcherProxy(GrantedRequests):
             return
         now_s = self._clock()
         ticket.num_losses = max(ticket.num_losses, grant.num_losses)
+        self._num_waiting[ticket.is_batch] -= 1
+        ticket.is_batch = grant.is_batch
+        self._num_waiting[ticket.is_batch] += 1
         if grant.attempt > ticket.attempt:
             ticket.next_attempt(now_s, grant.attempt)
         is_there = self._workers.has(grant.worker_id, grant.worker_epoch)
@@ -335,7 +341,7 @@ class DispatcherProxy(GrantedRequests):
             self._link.send(Returned(*ticket.key, refused, _spec(ticket, self._clock())))
             return
         ticket.grant(grant.worker_id, grant.worker_epoch, now_s)
-        self._num_waiting -= 1
+        self._num_waiting[ticket.is_batch] -= 1
         ticket.owes_load = grant.owes_load
 
     def _moved(self, moved: Moved) -> None:
@@ -441,7 +447,7 @@ class DispatcherProxy(GrantedRequests):
         """It is on no worker any more, and waits again or has ended."""
         was_waiting = ticket.state == "waiting"
         ticket.on(event)
-        self._num_waiting += (ticket.state == "waiting") - was_waiting
+        self._num_waiting[ticket.is_batch] += (ticket.state == "waiting") - was_waiting
         self._reported.pop(ticket.key, None)
         if ticket.state == "ended":
             del self.live[ticket.request.request_id]
@@ -476,4 +482,7 @@ def _spec(ticket: Ticket, now_s: float) -> TicketSpec:
         num_before=ticket.num_before,
         num_losses=ticket.num_losses,
         marks=list(ticket.marks),
+        is_batch=ticket.is_batch,
+        batch_weight=ticket.batch_weight,
+        batch_window=ticket.batch_window and ticket.batch_window.shifted(-now_s),
     )

@@ -362,7 +362,8 @@ class ConnectedGateway:
         if self.channel.closed:
             return False
         place = worker.worker_id, worker.epoch
-        self.channel.send(Granted(*ticket.key, *place, owes_load, ticket.num_losses))
+        about = ticket.num_losses, ticket.is_batch
+        self.channel.send(Granted(*ticket.key, *place, owes_load, *about))
         return True
 
     def recall(self, ticket: Ticket) -> None:

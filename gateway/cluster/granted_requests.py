@@ -81,7 +81,9 @@ class GrantedRequests(LiveTickets):
         try:
             left_s = ticket.timeout_s(now_s)
             made = ticket.generated, ticket.cached_tokens
-            submit = submit_of(request, ticket.tenant_id, ticket.attempt, left_s, *made)
+            submit = submit_of(
+                request, ticket.tenant_id, ticket.attempt, left_s, *made, is_batch=ticket.is_batch
+            )
             return self._workers.send(worker_id, submit)
         except Exception as error:  # one request must not end the round of all others
             logger.exception("cannot send request=%s", request.request_id)

@@ -100,7 +100,8 @@ class LocalDispatcher(DispatcherProxy):
 
     def _check(self, request: PreparedRequest, principal: Principal) -> None:
         """The dispatcher's own is here: what it would refuse is not asked for first."""
-        self.dispatcher.check(request, principal.tenant_id)
+        is_batch = principal.is_batch or request.is_batch
+        self.dispatcher.check(request, principal.tenant_id, is_batch=is_batch)
 
     def _catch_up(self) -> None:
         """Nobody here has read of a model that others have not read of."""

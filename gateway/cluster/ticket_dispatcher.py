@@ -114,7 +114,7 @@ class TicketDispatcher(Dispatcher):
             return
         try:
             if is_new:
-                self.check(ticket.request, ticket.tenant_id)
+                self.check(ticket.request, ticket.tenant_id, is_batch=ticket.is_batch)
         except ApiError as error:
             peer.deny(spec.request_id, error)
             return
@@ -255,13 +255,16 @@ class TicketDispatcher(Dispatcher):
             arrival_s=arrival_s,
             deadline_s=now_s + spec.wait_left_s,
             ends_by_s=now_s + spec.left_s,
-            prediction=self._predict(request, spec.tenant_id),
+            prediction=self._predict(request, spec.tenant_id, is_batch=spec.is_batch),
             stream=PeerStream(peer, spec.request_id),
             attempt=spec.attempt,
             num_losses=spec.num_losses,
             queued_s=now_s - spec.queued_for_s,
             num_before=spec.num_before,
             marks=spec.marks,
+            is_batch=spec.is_batch,
+            batch_weight=spec.batch_weight,
+            batch_window=spec.batch_window and spec.batch_window.shifted(now_s),
         )
 
     def _place_of(self, arrival_s: float) -> int:

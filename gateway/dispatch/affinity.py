@@ -55,10 +55,14 @@ class Affinity:
             to_read = ticket.request.num_prompt_tokens - hits.get(worker.worker_id, 0)
             return DELAY_SHARE * worker.ahead_s + unit_s * to_read
 
+        def load(worker: WorkerCapacity) -> tuple[int, int, str]:
+            num_running = worker.num_running()  # class batch delays by a step at most
+            return num_running - worker.num_batch(), num_running, worker.worker_id
+
         if hits:
-            ranked = sorted(workers, key=lambda w: (cost_s(w), w.num_running(), w.worker_id))
+            ranked = sorted(workers, key=lambda w: (cost_s(w), load(w)))
         else:
-            ranked = sorted(workers, key=lambda w: (w.num_running(), w.worker_id))
+            ranked = sorted(workers, key=load)
         self._ranked = _Ranked(ticket, ranked, hits, unit_s)
         return ranked
 
@@ -91,3 +95,5 @@ class Affinity:
             hit_s = hits.get(worker.worker_id, 0) * self._unit_s(ticket.model_name)
             ticket.ahead_s = max(0.0, ticket.ahead_s - hit_s)
             self.places.note(ticket.marks, worker.worker_id, now_s)
+        if ticket.is_batch:  # it delays nobody
+            ticket.ahead_s = 0.0

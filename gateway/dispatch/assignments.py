@@ -58,19 +58,19 @@ class Assignments(LiveTickets):
         fleet: Fleet,
         book: UsageAccounting,
         headroom: Headroom,
-        estimator: ServiceEstimator,
+        estimators: tuple[ServiceEstimator, ServiceEstimator],
         quarantine: Quarantine,
         affinity: Affinity,
         on_left: Callable[[Ticket], None],
         send: Callable[[Ticket, WorkerCapacity], bool],
         recall: Callable[[Ticket], None],
     ) -> None:
-        """`send` has a granted request submitted (False: its gateway is gone), `recall` has it
-        aborted where it is."""
+        """`estimators`: that of class batch is the second. `send` has a granted request submitted
+        (False: its gateway is gone), `recall` has it aborted where it is."""
         super().__init__(fleet.offering_ids)
         self._fleet = fleet
         self._book = book
-        self._estimator = estimator
+        self._estimators = estimators
         self._quarantine = quarantine
         self._affinity = affinity
         self._on_left = on_left
@@ -91,7 +91,7 @@ class Assignments(LiveTickets):
     def _book_grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> None:
         request = ticket.request
         ticket.grant(worker.worker_id, worker.epoch, now_s)
-        ticket.prediction = self._estimator.predict(
+        ticket.prediction = self._estimators[ticket.is_batch].predict(
             ticket.tenant_id,
             ticket.model_name,
             request.num_prompt_tokens,
@@ -101,12 +101,13 @@ class Assignments(LiveTickets):
         self._affinity.granted(ticket, worker, now_s)
         self._book.grant(ticket)
         ticket.kv_bytes = worker.wanted_kv_bytes(ticket) or 0
-        self._headroom.take(worker.worker_id, ticket.tenant_id, ticket.kv_bytes, now_s)
+        if not ticket.is_batch:
+            self._headroom.take(worker.worker_id, ticket.tenant_id, ticket.kv_bytes, now_s)
 
     def may_take(self, ticket: Ticket, worker: WorkerCapacity, now_s: float, first: bool) -> bool:
         """Whether a grant there leaves what is kept for others. `first`: its tenant's turn."""
         kv_bytes = worker.wanted_kv_bytes(ticket)
-        if kv_bytes is None:
+        if kv_bytes is None or ticket.is_batch:  # class batch gives all of it back
             return True
         fresh = first and now_s - ticket.arrival_s <= FRESH_S
         wanted = Wanted(kv_bytes, worker.free_requests(), worker.free_kv_bytes(), fresh)
@@ -178,7 +179,8 @@ class Assignments(LiveTickets):
         counted = {(w.worker_id, w.epoch): w.num_running() for w in self._fleet}
         held: dict[str, int] = {}
         for ticket in self:
-            held[ticket.worker_id] = held.get(ticket.worker_id, 0) + 1
+            if not ticket.is_batch:
+                held[ticket.worker_id] = held.get(ticket.worker_id, 0) + 1
         self._headroom.check_integrity(held)
         if running != {place: count for place, count in counted.items() if count}:
             raise IntegrityError(f"running {running}, workers count {counted}")
@@ -267,14 +269,15 @@ class Assignments(LiveTickets):
             self._quarantine.served(model.name, model.revision)
         if finish.reason in ("stop", "length") and not ticket.num_before:
             uncached = usage.prompt_tokens - usage.cached_tokens
-            self._estimator.observe(
+            self._estimators[ticket.is_batch].observe(
                 ticket.tenant_id, model.name, uncached, usage.generated_tokens, usage.service_s
             )
 
     def _take_back(self, ticket: Ticket, now_s: float) -> None:
         """It is on no worker any more."""
         self._adopted.discard(ticket.key)
-        self._headroom.give_back(ticket.worker_id, ticket.tenant_id, ticket.kv_bytes)
+        if not ticket.is_batch:
+            self._headroom.give_back(ticket.worker_id, ticket.tenant_id, ticket.kv_bytes)
         worker = self._fleet.get(ticket.worker_id, ticket.epoch)
         if worker is not None:
             worker.release(ticket, now_s)

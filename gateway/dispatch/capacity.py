@@ -5,6 +5,9 @@ not been said yet are not in its figures and are subtracted here, from the model
 what all leases share. A status too old (`lease_ttl_s`) offers nothing. A model the worker refused
 offers nothing until the next status, so that a refusal is not asked for again at once.
 
+For requests of class batch a worker offers what it does not run of them yet; for all others its
+figures, and those here, are as if there were none of that class, because they give way.
+
 One rule goes beyond the lease: a model that has nothing on the worker may send one request that
 could be held there once all others had left, whatever the KV figures say. Otherwise a request
 larger than what is free beside other models would wait for ever. What no worker that offers the
@@ -14,13 +17,14 @@ so, and placement has idle models make room.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from engine.protocol import Lease, ModelStatus, WorkerStatus
 from gateway.dispatch.policy.fleet_view import ModelView, WorkerView
 from gateway.dispatch.policy.kept_worker import lacking_lifetimes
 from gateway.dispatch.policy.relief import IdleCopy
 from gateway.dispatch.tickets import IntegrityError, Ticket
+from gateway.dispatch.worker_room import Room
 from gateway.types import HostedModel
 
 
@@ -36,6 +40,7 @@ class _Grant(NamedTuple):
     model_id: str
     kv_tokens: int
     kv_bytes: int
+    is_batch: bool
 
 
 class _UnderWay(NamedTuple):
@@ -45,41 +50,11 @@ class _UnderWay(NamedTuple):
     kv_tokens: int
 
 
-Lacking: TypeAlias = Literal["worker not responding", "worker full", "not enough KV memory"]
+class _BatchUnderWay(NamedTuple):
+    """The same of class batch, of all models."""
 
-
-class Room(NamedTuple):
-    """What a worker has for one ticket, and what the ticket takes of it.
-
-    fresh            the worker was heard of lately: an old status offers nothing
-    leased_*         left of the model's own lease; the others are of all models together
-    can_hold         it would fit if all models left that may
-    has_refused      the worker has said that it never will
-    """
-
-    worker_id: str
-    fresh: bool
-    running: int
-    running_model: int
-    free_requests: int
-    leased_requests: int
-    leased_tokens: int
-    wanted_tokens: int
-    free_kv_bytes: int
-    wanted_kv_bytes: int
-    can_hold: bool
-    has_refused: bool
-
-
-def lacks(room: Room) -> Lacking | None:
-    """What keeps a request from going there; None where it fits. As `fits`."""
-    if not room.fresh:
-        return "worker not responding"
-    if room.free_requests < 1 or room.leased_requests < 1:
-        return "worker full"
-    short = room.wanted_tokens > room.leased_tokens or room.wanted_kv_bytes > room.free_kv_bytes
-    waits = room.running_model or not room.can_hold
-    return "not enough KV memory" if room.has_refused or (short and waits) else None
+    num_requests: int
+    kv_bytes: int
 
 
 _NOTHING = _UnderWay(0, 0)
@@ -101,13 +76,16 @@ class WorkerCapacity:
         self._leases: dict[str, Lease] = {}
         self._models: dict[str, ModelStatus] = {}
         self._in_flight: dict[tuple[str, int], _Grant] = {}  # by the names of the requests
-        self._under_way: dict[str, _UnderWay] = {}  # sums of `_in_flight` by model
+        # Sums of `_in_flight`: by model of those not of class batch, and of those of that class.
+        self._under_way: dict[str, _UnderWay] = {}
         self._kv_bytes_under_way = 0
+        self._batch_under_way = _BatchUnderWay(0, 0)
         self._kv_bytes_used = 0  # as of the last status
         self._unpromised_bytes = 0
         self._resting_bytes: dict[str, int] = {}  # of models that run nothing
         self._num_running: dict[str, int] = {}
         self._num_running_all = 0
+        self._num_batch: dict[str, int] = {}  # of these, by model
         self.ahead_s = 0.0
         """Of the device, what requests there were predicted to use when they were granted."""
         self._idle_since_s: dict[str, float] = {}
@@ -163,13 +141,15 @@ class WorkerCapacity:
             return False
         if not self._has_slot(lease, now_s):
             return False
-        alone = lease.model_id not in self._num_running
+        if ticket.is_batch:
+            return self._batch_fits(ticket, lease)
+        alone = self._num_live(lease.model_id) == 0
         return self._kv_fits(ticket, lease) or (alone and self.can_hold(ticket))
 
     def may_refuse(self, ticket: Ticket, now_s: float) -> bool:
         """Whether the ticket, which can be held nowhere, may be sent to have the worker say so."""
         lease = self._leases.get(ticket.model_name)
-        alone = ticket.model_name not in self._num_running or self.worker_id in ticket.refused_by
+        alone = not self._num_live(ticket.model_name) or self.worker_id in ticket.refused_by
         return alone and lease is not None and self._has_slot(lease, now_s)
 
     def can_hold(self, ticket: Ticket) -> bool:
@@ -190,7 +170,7 @@ class WorkerCapacity:
         """Whether KV memory is what the ticket lacks here, and nothing else. What an encoder's
         lease lacks is time; nobody's memory would help."""
         lease = self._leases.get(ticket.model_name)
-        if lease is None or not self._has_slot(lease, now_s):
+        if lease is None or ticket.is_batch or not self._has_slot(lease, now_s):
             return False
         return _kv_bytes(_kv_tokens(ticket, lease), lease) > 0 and not self._kv_fits(ticket, lease)
 
@@ -203,32 +183,56 @@ class WorkerCapacity:
         free = min(self.free_requests(), lease.num_requests - under_way.num_requests)
         return free >= 1 and self.is_fresh(now_s)
 
+    def _batch_fits(self, ticket: Ticket, lease: Lease) -> bool:
+        """The same for one of class batch, beside those that the worker has: nobody makes room."""
+        held_bytes, held_tokens = self._held_by_batch(lease)
+        kv_bytes = _kv_bytes(_kv_tokens(ticket, lease), lease)
+        if self.free_batch_requests() < 1 or kv_bytes > self.free_kv_bytes() - held_bytes:
+            return False
+        under_way = self._under_way.get(lease.model_id, _NOTHING)
+        left = lease.kv_tokens - under_way.kv_tokens - held_tokens
+        return _kv_tokens(ticket, lease) <= left
+
+    def _held_by_batch(self, lease: Lease) -> tuple[int, int]:
+        """Of KV memory, and of the lease's tokens, what class batch has or is on its way for."""
+        if self.status is None:
+            return 0, 0
+        num_bytes = self.status.batch_kv_bytes + self._batch_under_way.kv_bytes
+        per_token = lease.kv_bytes_per_token
+        return num_bytes, num_bytes // per_token if per_token else 0
+
+    def _num_live(self, model_id: str) -> int:
+        """Its requests granted to the worker that are not of class batch."""
+        return self._num_running.get(model_id, 0) - self._num_batch.get(model_id, 0)
+
     def _kv_fits(self, ticket: Ticket, lease: Lease) -> bool:
         kv_tokens = _kv_tokens(ticket, lease)
         under_way = self._under_way.get(lease.model_id, _NOTHING)
         in_lease = kv_tokens <= lease.kv_tokens - under_way.kv_tokens
         return in_lease and _kv_bytes(kv_tokens, lease) <= self.free_kv_bytes()
 
-    def room(self, ticket: Ticket, now_s: float) -> "Room | None":
+    def room(self, ticket: Ticket, now_s: float) -> Room | None:
         """The figures that `fits` goes by, for explanations; None without a lease."""
         lease = self._leases.get(ticket.model_name)
         if lease is None:
             return None
         under_way = self._under_way.get(lease.model_id, _NOTHING)
-        wanted_tokens = _kv_tokens(ticket, lease)
+        wanted_tokens, is_batch = _kv_tokens(ticket, lease), ticket.is_batch
+        held_bytes, held_tokens = self._held_by_batch(lease) if is_batch else (0, 0)
         return Room(
             worker_id=self.worker_id,
             fresh=self.is_fresh(now_s),
             running=self._num_running_all,
-            running_model=self._num_running.get(lease.model_id, 0),
-            free_requests=self.free_requests(),
+            running_model=self._num_live(lease.model_id),
+            free_requests=self.free_batch_requests() if is_batch else self.free_requests(),
             leased_requests=lease.num_requests - under_way.num_requests,
-            leased_tokens=lease.kv_tokens - under_way.kv_tokens,
+            leased_tokens=lease.kv_tokens - under_way.kv_tokens - held_tokens,
             wanted_tokens=wanted_tokens,
-            free_kv_bytes=self.free_kv_bytes(),
+            free_kv_bytes=self.free_kv_bytes() - held_bytes,
             wanted_kv_bytes=_kv_bytes(wanted_tokens, lease),
             can_hold=self.can_hold(ticket),
             has_refused=self.worker_id in ticket.refused_by,
+            gives_way=is_batch,
         )
 
     def wanted_kv_bytes(self, ticket: Ticket) -> int | None:
@@ -257,12 +261,17 @@ class WorkerCapacity:
         self.withdraw(ticket.key)  # of a request before it with this name, which has ended
         kv_tokens = _kv_tokens(ticket, lease)
         kv_bytes = _kv_bytes(kv_tokens, lease)
-        self._in_flight[ticket.key] = _Grant(lease.model_id, kv_tokens, kv_bytes)
-        under_way = self._under_way.get(lease.model_id, _NOTHING)
-        self._under_way[lease.model_id] = _UnderWay(
-            under_way.num_requests + 1, under_way.kv_tokens + kv_tokens
-        )
-        self._kv_bytes_under_way += kv_bytes
+        about = (lease.model_id, kv_tokens, kv_bytes, ticket.is_batch)
+        self._in_flight[ticket.key] = _Grant(*about)
+        if ticket.is_batch:
+            num_requests, batch_bytes = self._batch_under_way
+            self._batch_under_way = _BatchUnderWay(num_requests + 1, batch_bytes + kv_bytes)
+        else:
+            under_way = self._under_way.get(lease.model_id, _NOTHING)
+            self._under_way[lease.model_id] = _UnderWay(
+                under_way.num_requests + 1, under_way.kv_tokens + kv_tokens
+            )
+            self._kv_bytes_under_way += kv_bytes
         self.adopt(ticket)
 
     def adopt(self, ticket: Ticket) -> None:
@@ -271,6 +280,8 @@ class WorkerCapacity:
         self.ahead_s += ticket.ahead_s
         self._num_running[model_id] = self._num_running.get(model_id, 0) + 1
         self._num_running_all += 1
+        if ticket.is_batch:
+            self._num_batch[model_id] = self._num_batch.get(model_id, 0) + 1
         self._view = None
 
     def release(self, ticket: Ticket, now_s: float) -> None:
@@ -281,8 +292,11 @@ class WorkerCapacity:
         self._num_running[model_id] -= 1
         self._num_running_all -= 1
         self.ahead_s = max(0.0, self.ahead_s - ticket.ahead_s) if self._num_running_all else 0.0
+        if ticket.is_batch:
+            self._num_batch[model_id] -= 1
         if not self._num_running[model_id]:
             del self._num_running[model_id]
+            self._num_batch.pop(model_id, None)
 
     def refuse(self, key: tuple[str, int], model_id: str) -> None:
         """The worker did not take this Submit: nothing more for the model until it says so."""
@@ -300,7 +314,15 @@ class WorkerCapacity:
         """Requests of any model that it takes beside those granted."""
         if self.status is None:
             return 0
-        return self.status.free_requests - len(self._in_flight)
+        num_batch = self._batch_under_way.num_requests
+        return self.status.free_requests - len(self._in_flight) + num_batch
+
+    def free_batch_requests(self) -> int:
+        """Of these, what it takes of class batch beside those that it has."""
+        if self.status is None:
+            return 0
+        num_batch = self._batch_under_way.num_requests + self.status.batch_requests
+        return self.free_requests() - num_batch
 
     def free_kv_bytes(self) -> int:
         """KV memory that no grant has been promised."""
@@ -321,6 +343,10 @@ class WorkerCapacity:
     def num_running(self) -> int:
         """Requests granted to the worker that have not ended."""
         return self._num_running_all
+
+    def num_batch(self) -> int:
+        """Of these, those of class batch."""
+        return sum(self._num_batch.values())
 
     @property
     def offers(self) -> Iterable[str]:
@@ -365,6 +391,11 @@ class WorkerCapacity:
     def _is_at_work(self, model: ModelStatus) -> bool:
         return bool(model.num_running or model.num_waiting or self._num_running.get(model.model_id))
 
+    def _is_live(self, model: ModelStatus) -> bool:
+        """Whether requests of other classes than batch run or wait there."""
+        num_requests = model.num_running + model.num_waiting - model.num_batch
+        return num_requests > 0 or self._num_live(model.model_id) > 0
+
     def room_bytes(self) -> tuple[int, int]:
         """Free bytes that no load on its way has been promised, and these with the weights of idle
         models that are not pinned."""
@@ -392,11 +423,12 @@ class WorkerCapacity:
                 model.state,
                 model.weight_bytes,
                 model.load_s_estimate,
-                not (is_pinned or self._is_at_work(model)),
+                not (is_pinned or self._is_live(model)),
                 self._idle_since_s.get(name, self._connected_s),
                 is_pinned,
                 status.pages.get(f"{name}/weights", 0) * status.page_bytes,
                 () if known is None else known.floors,
+                bool(model.num_batch or self._num_batch.get(name)),
             )
         return WorkerView(
             worker_id=self.worker_id,
@@ -410,15 +442,19 @@ class WorkerCapacity:
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the grants under way are counted and running."""
         sums: dict[str, _UnderWay] = {}
-        for grant in self._in_flight.values():
+        live = [grant for grant in self._in_flight.values() if not grant.is_batch]
+        batch = [grant for grant in self._in_flight.values() if grant.is_batch]
+        for grant in live:
             so_far = sums.get(grant.model_id, _NOTHING)
             sums[grant.model_id] = _UnderWay(
                 so_far.num_requests + 1, so_far.kv_tokens + grant.kv_tokens
             )
         if sums != self._under_way or self._kv_bytes_under_way != sum(
-            grant.kv_bytes for grant in self._in_flight.values()
+            grant.kv_bytes for grant in live
         ):
             raise IntegrityError(f"worker {self.worker_id}: under way {self._under_way}")
+        if self._batch_under_way != (len(batch), sum(grant.kv_bytes for grant in batch)):
+            raise IntegrityError(f"worker {self.worker_id}: of batch {self._batch_under_way}")
         if self._num_running_all != sum(self._num_running.values()) or any(
             count < 1 for count in self._num_running.values()
         ):
@@ -426,6 +462,10 @@ class WorkerCapacity:
 
     def _arrived(self, grant: _Grant) -> None:
         """The worker has it, or has refused it."""
+        if grant.is_batch:
+            num_requests, batch_bytes = self._batch_under_way
+            self._batch_under_way = _BatchUnderWay(num_requests - 1, batch_bytes - grant.kv_bytes)
+            return
         under_way = self._under_way[grant.model_id]
         if under_way.num_requests == 1:
             del self._under_way[grant.model_id]

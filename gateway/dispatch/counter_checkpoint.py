@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -24,17 +24,22 @@ logger = logging.getLogger(__name__)
 
 NAME = "fair_share.json"
 VERSION = 1
+LIVE, BATCH = "leads", "batch_leads"
+"""The two fair orders, as the file names what tenants are ahead in them."""
 WRITE_EVERY_S = 5.0
 MAX_BYTES = 4 << 20
+
+Leads: TypeAlias = dict[str, dict[str, float]]
+"""By order, by tenant: seconds ahead of the floor."""
 
 
 class LeadStore(Protocol):
     """Where they are kept. Both calls block."""
 
-    def read(self) -> dict[str, float]:
-        """By tenant, in seconds; none where nobody wrote any. Raises SQLAlchemyError."""
+    def read(self) -> Leads:
+        """Empty where nobody wrote any. Raises SQLAlchemyError."""
 
-    def write(self, leads: dict[str, float]) -> None:
+    def write(self, leads: Leads) -> None:
         """In the place of those before. Raises OSError, SQLAlchemyError."""
 
 
@@ -44,11 +49,11 @@ class LeadFile:
     def __init__(self, data_path: Path) -> None:
         self._path = data_path / NAME
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> Leads:
         """See LeadStore."""
         return read_leads(self._path)
 
-    def write(self, leads: dict[str, float]) -> None:
+    def write(self, leads: Leads) -> None:
         """See LeadStore."""
         write_leads(self._path, leads)
 
@@ -56,15 +61,18 @@ class LeadFile:
 class CounterCheckpoint:
     """Used on the event loop; reads and writes in a thread."""
 
-    def __init__(self, store: LeadStore, share: FairShare) -> None:
+    def __init__(self, store: LeadStore, share: FairShare, batch_share: FairShare) -> None:
+        """`batch_share`: that of class batch (lanes.py)."""
         self._store = store
-        self._share = share
-        self._written: dict[str, float] = {}
+        self._shares = {LIVE: share, BATCH: batch_share}
+        self._written: Leads = {LIVE: {}, BATCH: {}}
         self._lock = asyncio.Lock()
 
     async def load(self) -> None:
         """Restore what there is; call it before anybody waits. Raises SQLAlchemyError."""
-        self._share.restore_leads(await asyncio.to_thread(self._store.read))
+        leads = await asyncio.to_thread(self._store.read)
+        for name, share in self._shares.items():
+            share.restore_leads(leads.get(name, {}))
 
     async def run(self) -> None:
         """Write for ever."""
@@ -76,7 +84,7 @@ class CounterCheckpoint:
         """Now, where something has changed. A disk or database that fails is logged and tried
         again."""
         async with self._lock:
-            leads = self._share.leads()
+            leads = {name: share.leads() for name, share in self._shares.items()}
             if leads == self._written:
                 return
             try:
@@ -87,16 +95,19 @@ class CounterCheckpoint:
                 self._written = leads
 
 
-def read_leads(path: Path) -> dict[str, float]:
-    """By tenant; empty where there is no file, or none that makes sense."""
+def read_leads(path: Path) -> Leads:
+    """By order and tenant; empty where there is no file, or none that makes sense."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError("it is too large")
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["version"] != VERSION:
             raise ValueError(f"it is of version {found['version']!r}")
-        leads = {str(name): float(lead) for name, lead in found["leads"].items()}
-        if not all(map(math.isfinite, leads.values())):
+        read = {
+            order: {str(name): float(lead) for name, lead in found.get(order, {}).items()}
+            for order in (LIVE, BATCH)
+        }
+        if not all(math.isfinite(lead) for leads in read.values() for lead in leads.values()):
             raise ValueError("a counter is no number")
     except FileNotFoundError:
         return {}
@@ -113,11 +124,11 @@ def read_leads(path: Path) -> dict[str, float]:
             "cannot read %s, all tenants start with equal counters: %s", path.name, error
         )
         return {}
-    return leads
+    return read
 
 
-def write_leads(path: Path, leads: dict[str, float]) -> None:
+def write_leads(path: Path, leads: Leads) -> None:
     """Atomically. Raises OSError."""
     new = path.with_suffix(".new")
-    new.write_text(json.dumps({"version": VERSION, "leads": leads}), encoding="utf-8")
+    new.write_text(json.dumps({"version": VERSION, **leads}), encoding="utf-8")
     os.replace(new, path)

@@ -13,6 +13,8 @@ its oldest ticket. The rule for a head that does not fit:
 - If no worker offers its model, it holds nobody up. It makes a demand for its model, in its place
   in the fair order, and placement (dispatch/policy/placement.py) has the model loaded.
 
+Tickets of class batch wait in a lane of their own, for what all others leave (lanes.py).
+
 A dead worker loses no ticket. What was granted there waits again as attempt 2, at its old place,
 and goes on behind the tokens that its client has; what a second worker dies with ends. A worker can
 be emptied in the same way without any loss (`move_off`).
@@ -21,6 +23,7 @@ Everything runs on the event loop in plain calls. Time comes from the `clock` gi
 called every TICK_S for time-outs, expired leases and loads.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,6 +37,7 @@ from gateway.dispatch.explain import Look, WaitReason, find
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.grant_choices import GrantChoices
 from gateway.dispatch.integrity_check import CheckResult, check_workers
+from gateway.dispatch.lanes import Lanes, is_late
 from gateway.dispatch.loads import Loads
 from gateway.dispatch.matching import FIRST_LOOK, MOST_LOOKED, GrantRound, place_alone
 from gateway.dispatch.policy.fair_share import FairShare, Headroom, TenantOrder
@@ -44,7 +48,6 @@ from gateway.dispatch.policy.placement import Placement
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind, Reason
 from gateway.dispatch.policy.service_costs import Prediction, ServiceEstimator
 from gateway.dispatch.queue_bounds import QueueBounds
-from gateway.dispatch.ticket_queue import TicketQueue
 from gateway.dispatch.tickets import IntegrityError, StreamEnd, Ticket, check_hosted
 from gateway.dispatch.usage_accounting import UsageAccounting
 from gateway.dispatch.worker_drains import WorkerDrains
@@ -56,6 +59,8 @@ from gateway.workers.worker_client import LossCause, WorkerClient
 from registry.models.residency_requests import ResidencyRequest
 
 TICK_S = 0.05
+PRESS_S = 1.0
+"""How often it is looked for requests of class batch whose time runs out."""
 MAX_ELSEWHERE = 64
 """Workers without a model that are looked at, for people."""
 FEW_WORKERS = 16
@@ -82,16 +87,18 @@ class Dispatcher:
         placement = placement or Placement(settings.max_load_share, settings.gather_wait_s)
         self._fleet = Fleet(placement, self.decisions)
         self.history = self._fleet.history
-        self._queue = TicketQueue()
-        self._share = share or FairShare(settings.fair_share_max_lead_s)
-        about = (self._queue, self._fleet, self.decisions, clock)
-        self._bounds = QueueBounds(settings, *about)
-        self._loads = Loads(self._queue, self._share, self._fleet, self.decisions)
-        self._book = UsageAccounting(self._share, self._queue)
-        self._estimator = ServiceEstimator()
+        self.batch_share = FairShare(settings.fair_share_max_lead_s)
+        share = share or FairShare(settings.fair_share_max_lead_s)
+        self._lanes = Lanes(share, self.batch_share)
+        self._queue = self._lanes.live.queue
+        about = (self._fleet, self.decisions, clock)
+        self._bounds = [QueueBounds(settings, lane.queue, *about) for lane in self._lanes]
+        self._loads = Loads(self._lanes, *about[:2], settings.max_load_share)
+        self._book = UsageAccounting(self._lanes)
+        self._estimators = ServiceEstimator(), ServiceEstimator()
         self._quarantine = Quarantine()
-        self._affinity = Affinity(self._fleet, self._estimator.unit_s)
-        books = (self._book, self.headroom, self._estimator, self._quarantine, self._affinity)
+        self._affinity = Affinity(self._fleet, self._estimators[0].unit_s)
+        books = (self._book, self.headroom, self._estimators, self._quarantine, self._affinity)
         self._running = Assignments(self._fleet, *books, self._left_worker, send, recall)
         ways = (self._running.num_on, self.move_off, self._queue.by_model)
         self.drains = WorkerDrains(self._fleet, *ways, settings.worker_drain_timeout_s)
@@ -99,6 +106,7 @@ class Dispatcher:
         self._swap_listeners: list[Callable[[str, SwapRecord], None]] = []
         self._last_seq = 0
         self._num_timeouts = self._num_workers_lost = self._num_checks = 0
+        self._pressed_s = -math.inf
 
     # What its process calls.
 
@@ -107,7 +115,7 @@ class Dispatcher:
         """A request could be served now: a worker takes some."""
         return any(worker.takes_requests and worker.status is not None for worker in self._fleet)
 
-    def check(self, request: Asked, tenant_id: str) -> None:
+    def check(self, request: Asked, tenant_id: str, *, is_batch: bool = False) -> None:
         """Raises ApiError where it cannot be or a bound bites."""
         name = request.model.name
         check_hosted(request, self._models.get(name), is_stopping=False)
@@ -116,11 +124,11 @@ class Dispatcher:
             self._decide("refusal", "model failed", name, tenant_id, detail=failure)
             raise model_failed(name, failure)
         if not request.continues:  # what was admitted is not refused half way
-            self._bounds.check(tenant_id, name)
+            self._bounds[is_batch].check(tenant_id, name)
 
-    def _predict(self, request: Asked, tenant_id: str) -> Prediction:
+    def _predict(self, request: Asked, tenant_id: str, *, is_batch: bool) -> Prediction:
         """What it will use, as far as is known now."""
-        return self._estimator.predict(
+        return self._estimators[is_batch].predict(
             tenant_id, request.model.name, request.num_prompt_tokens, request.max_tokens
         )
 
@@ -129,11 +137,11 @@ class Dispatcher:
         name, now_s = ticket.model_name, self._clock()
         self._running.live[ticket.request.request_id] = ticket
         self._loads.asked(ticket)
-        if not len(self._queue) and self._pass(ticket, now_s):
+        lane = self._lanes.of(ticket)
+        if not len(self._queue) and not ticket.is_batch and self._pass(ticket, now_s):
             return
-        self._queue.add(ticket)
-        self._share.enqueue(ticket.tenant_id, ticket.weight)
-        if self._queue.num_of_model(name) == 1 or self._queue.is_new_tenant(ticket.tenant_id):
+        lane.enter(ticket)
+        if lane.queue.num_of_model(name) == 1 or lane.queue.is_new_tenant(ticket.tenant_id):
             # Behind others it waits for the next status or tick, as they do.
             self._match(now_s, self._fleet.open(name, now_s, MOST_LOOKED))
             if not self._fleet.is_offered(name, now_s):
@@ -147,12 +155,13 @@ class Dispatcher:
         """The `ready` models. Waiting requests of a model that is gone or replaced are ended."""
         self._models = {model.name: model for model in models}
         self._quarantine.keep((model.name, model.revision) for model in models)
-        self._estimator.keep_models(frozenset(self._models))
+        for estimator in self._estimators:
+            estimator.keep_models(frozenset(self._models))
         self._affinity.places.keep_models(self._models.keys())
         self._book.set_models(models)
         self._loads.keep_models(models)
         self._fleet.set_catalog(models)
-        for ticket in list(self._queue):
+        for ticket in list(self._lanes.tickets()):
             error = ticket.misfit(self._models.get(ticket.model_name))
             if error is not None:
                 self._end_waiting(ticket, error)
@@ -215,7 +224,7 @@ class Dispatcher:
     def tick(self) -> None:
         """Time-outs, and whatever became possible by time alone."""
         now_s = self._clock()
-        for ticket in self._queue.overdue(now_s):
+        for ticket in [t for lane in self._lanes for t in lane.queue.overdue(now_s)]:
             self._num_timeouts += 1
             waited_s = now_s - ticket.queued_s
             figures = DecisionFigures(
@@ -224,23 +233,29 @@ class Dispatcher:
             self._decide("refusal", "queue timeout", ticket.model_name, ticket.tenant_id, figures)
             eta_s = self._loads.outlook(ticket.model_name, now_s).load_eta_s
             text = f"the request waited {waited_s:.0f} s in the queue and no worker was free"
-            wait_s = max(1.0, eta_s) if eta_s else self._bounds.wait_estimate_s(ticket.model_name)
+            wait_s = (
+                max(1.0, eta_s) if eta_s else self._bounds[0].wait_estimate_s(ticket.model_name)
+            )
             end = ApiError(UNAVAILABLE, f"{text}: try again later", retry_after_s=wait_s)
             self._end_waiting(ticket, end)
         self.drains.tick(now_s)
+        self._press(now_s)
         self._pump()
 
     def snapshot(self) -> DispatcherSnapshot:
         """Figures for metrics and the operator's pages."""
-        queue, running, now_s = self._queue, self._running, self._clock()
+        running, now_s = self._running, self._clock()
+        queues = [lane.queue for lane in self._lanes]
+        by_model = sum((Counter(queue.by_model()) for queue in queues), Counter[str]())
+        by_tenant = sum((Counter(queue.by_tenant()) for queue in queues), Counter[str]())
         return DispatcherSnapshot(
-            num_waiting=len(queue),
+            num_waiting=by_model.total(),
             num_running=len(running),
-            waiting_by_model=queue.by_model(),
+            waiting_by_model=dict(by_model),
             running_by_model=dict(Counter(ticket.model_name for ticket in running)),
-            waiting_by_tenant=queue.by_tenant(),
+            waiting_by_tenant=dict(by_tenant),
             service_s_by_tenant=dict(self._book.service_s),
-            num_queue_rejections=self._bounds.num_rejections,
+            num_queue_rejections=sum(bounds.num_rejections for bounds in self._bounds),
             num_queue_timeouts=self._num_timeouts,
             num_retries=running.counts.retries,
             num_resumed=running.counts.resumed,
@@ -257,9 +272,10 @@ class Dispatcher:
         """Where a hosted model is, and how soon it could answer."""
         return self._loads.outlook(model_name, self._clock())
 
-    def look(self) -> Look:
-        """Why whatever waits does so, as of now. For operators: costs a walk over the queue."""
-        parts = (self._queue, self._share, self._fleet, self.decisions, self.model_failure)
+    def look(self, *, of_batch: bool = False) -> Look:
+        """Why whatever waits in a lane does so. For operators: costs a walk over the queue."""
+        lane = self._lanes.batch if of_batch else self._lanes.live
+        parts = (*lane, self._fleet, self.decisions, self.model_failure)
         return Look(*parts, self._running.may_take, self._clock())
 
     @property
@@ -278,8 +294,8 @@ class Dispatcher:
 
     def explain(self, request_id: str) -> list[WaitReason]:
         """Of a request and its choices; none where it is not here any more."""
-        look = self.look()
-        return [look.reason(ticket) for ticket in find(self._running.live.values(), request_id)]
+        found = find(self._running.live.values(), request_id)
+        return [self.look(of_batch=ticket.is_batch).reason(ticket) for ticket in found]
 
     def worker_statuses(self) -> list[WorkerStatus]:
         """The last status of each connected worker."""
@@ -291,13 +307,10 @@ class Dispatcher:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless queue, share, assignments and workers agree."""
-        self._queue.check_integrity()
-        self._share.check_integrity()
+        self._lanes.check_integrity()
         self._running.check_integrity()
         self._fleet.check_integrity()
-        if dict(self._share.waiting()) != self._queue.by_tenant():
-            raise IntegrityError(f"share counts {dict(self._share.waiting())}")
-        held = [*self._queue, *self._running]
+        held = [*self._lanes.tickets(), *self._running]
         if sorted(map(id, held)) != sorted(map(id, self._running.live.values())):
             raise IntegrityError(
                 f"{len(self._running.live)} live requests, {len(held)} tickets held"
@@ -334,9 +347,10 @@ class Dispatcher:
             for listener in self._swap_listeners:
                 listener(worker_id, swap)
         if is_first:
-            self._fail_hopeless(self._queue.model_names)
+            self._fail_hopeless(self._model_names())
         elif changes.states:
             self._fail_hopeless(model.model_id for model in worker.failures)
+            self._move_batch_off(worker, now_s)
         self._match(now_s, [worker])
         if changes.states:
             self._place(now_s)
@@ -361,7 +375,7 @@ class Dispatcher:
             about = (blamed, reason, worker_id, self._clock(), again)
             for name in self._quarantine.worker_died(*about):
                 self._decide("quarantine", "workers crashed", name, detail=reason)
-        self._fail_hopeless(self._queue.model_names)
+        self._fail_hopeless(self._model_names())
         self._pump()
 
     # The queue.
@@ -387,16 +401,16 @@ class Dispatcher:
     def _match(self, now_s: float, workers: Iterable[WorkerCapacity] | None) -> None:
         """Grant what these workers can take (None: all, of a large fleet); where KV memory is
         short, make room."""
-        if not len(self._queue):
-            return
         with_room = None if workers is None else [w for w in workers if w.has_room(now_s)]
-        if with_room is None or with_room:
-            about = (self._queue, self._share, self._fleet, now_s)
+        for lane in self._lanes:  # class batch last: it has what the other one leaves
+            if not len(lane.queue) or not (with_room is None or with_room):
+                continue
+            about = (*lane, self._fleet, now_s)
             rules = (self._running.may_take, self._affinity)
             matching = GrantRound(*about, self._grant, *rules, with_room)
             matching.run()
-            looked = with_room or matching.looked.values()
-            self._loads.relieve(now_s, looked)
+            if lane is self._lanes.live:
+                self._loads.relieve(now_s, with_room or matching.looked.values())
 
     def _place(self, now_s: float) -> None:
         """Loads for models that wait: at news of models, and every tick for what time changes."""
@@ -405,14 +419,32 @@ class Dispatcher:
 
     def _grant(self, ticket: Ticket, worker: WorkerCapacity) -> bool:
         """False: it waits on."""
-        # Out of the queue first: a tenant that leaves it sets the floor at what it had before.
-        self._queue.remove(ticket)
-        self._share.dequeue(ticket.tenant_id)
+        lane = self._lanes.of(ticket)
+        lane.leave(ticket)
         if self._running.grant(ticket, worker, self._clock()):
             return True
-        self._queue.add(ticket)
-        self._share.restore(ticket.tenant_id)
+        lane.come_back(ticket)
         return False
+
+    def _press(self, now_s: float) -> None:
+        """What is of class batch, and whose time runs out, is so no longer: it waits in the other
+        lane, or, where it runs beside others that it gives way to, as the next attempt."""
+        if now_s - self._pressed_s < PRESS_S:
+            return
+        self._pressed_s = now_s
+        for ticket in [t for t in self._lanes.batch.queue if is_late(t, now_s)]:
+            self._lanes.batch.leave(ticket)
+            ticket.is_batch = False
+            self._lanes.live.enter(ticket)
+        busy = {ticket.worker_id for ticket in self._running if not ticket.is_batch}
+        for ticket in [t for t in self._running if t.worker_id in busy and is_late(t, now_s)]:
+            self._running.move(ticket, now_s)
+
+    def _move_batch_off(self, worker: WorkerCapacity, now_s: float) -> None:
+        """Requests of class batch do not wait where their model has left."""
+        for ticket in [t for t in self._running if t.is_batch and t.epoch == worker.epoch]:
+            if worker.state(ticket.model_name) in ("cold", "warm"):
+                self._running.move(ticket, now_s)
 
     def _pass(self, ticket: Ticket, now_s: float) -> bool:
         """Grant it without a queue, where nobody waits."""
@@ -421,8 +453,9 @@ class Dispatcher:
         worker = place_alone(ticket, offering, now_s, *rules)
         if worker is None:
             return False
-        self._share.enqueue(ticket.tenant_id, ticket.weight)
-        self._share.dequeue(ticket.tenant_id)
+        share = self._lanes.live.share
+        share.enqueue(ticket.tenant_id, ticket.weight)
+        share.dequeue(ticket.tenant_id)
         return self._running.grant(ticket, worker, now_s)
 
     def _left_worker(self, ticket: Ticket) -> None:
@@ -430,16 +463,18 @@ class Dispatcher:
         if ticket.state == "ended":
             self._forget(ticket)
             return
-        self._queue.add(ticket)
-        self._share.restore(ticket.tenant_id)
+        if is_late(ticket, self._clock()):
+            ticket.is_batch = False
+            self._lanes.live.enter(ticket)
+        else:
+            self._lanes.of(ticket).come_back(ticket)
         error = ticket.misfit(self._models.get(ticket.model_name))
         if error is not None:
             self._end_waiting(ticket, error)
 
     def _end_waiting(self, ticket: Ticket, end: StreamEnd) -> None:
         ticket.on("give_up")
-        self._queue.remove(ticket)
-        self._share.dequeue(ticket.tenant_id)
+        self._lanes.of(ticket).leave(ticket)
         self._forget(ticket)
         ticket.stream.finish(end)
 
@@ -449,7 +484,12 @@ class Dispatcher:
     def _fail_hopeless(self, names: Iterable[str]) -> None:
         """End waiting tickets of those of these models that failed to load or are quarantined."""
         for name in list(names):
-            failure = self.model_failure(name) if self._queue.num_of_model(name) else None
+            waiting = [t for lane in self._lanes for t in lane.queue.of_model(name)]
+            failure = self.model_failure(name) if waiting else None
             if failure is not None:
-                for ticket in list(self._queue.of_model(name)):
+                for ticket in waiting:
                     self._end_waiting(ticket, model_failed(name, failure))
+
+    def _model_names(self) -> set[str]:
+        """Models that tickets wait for."""
+        return {name for lane in self._lanes for name in lane.queue.model_names}

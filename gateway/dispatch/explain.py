@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from gateway.dispatch.capacity import Room, lacks
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.matching import MayTake, kept_for, place_of
@@ -30,6 +29,7 @@ from gateway.dispatch.policy.fair_share import TenantOrder
 from gateway.dispatch.policy.reasons import OUTCOMES, WaitCode
 from gateway.dispatch.ticket_queue import TicketQueue
 from gateway.dispatch.tickets import Ticket
+from gateway.dispatch.worker_room import Room, lacks
 
 _ON_OFFER: Final[Collection[WaitCode]] = frozenset(
     ("next", "worker full", "not enough KV memory", "worker held", "capacity reserved")

@@ -26,12 +26,13 @@ from engine.protocol import (
 from gateway.dispatch.candidates import Candidates
 from gateway.dispatch.capacity import Changes, WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord, ResidencyLog
-from gateway.dispatch.policy.fleet_sight import Placer, most_claims
+from gateway.dispatch.policy.fleet_sight import AllWorkers, Placer, most_claims
 from gateway.dispatch.policy.fleet_view import (
     AskRate,
     Demand,
     LoadDecision,
     Outlook,
+    WorkerView,
 )
 from gateway.dispatch.policy.model_history import Prefetch
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind
@@ -275,8 +276,7 @@ class Fleet:
         pins = self.demand_of(unserved)
         if demands or pins or self._placement.outlooks:
             wanted = self.candidates.with_packs(waiting)
-            hosted = [(demand, self._models[demand.model_id]) for demand in demands]
-            sized = [replace(d, weight_bytes=m.weight_bytes, floors=m.floors) for d, m in hosted]
+            sized = self.with_sizes(demands)
             all_ = [*sized, *pins]
             sight = self.candidates
             for decision in self._placement.decide(now_s, all_, sight, wanted, asks_s):
@@ -286,6 +286,11 @@ class Fleet:
                 if outlook is not None:
                     self._decisions.add(_held(now_s, demand, outlook))
         return bool(demands or pins or self._placement.is_busy)
+
+    def with_sizes(self, demands: Iterable[Demand]) -> list[Demand]:
+        """The same with what is known of their models."""
+        hosted = [(demand, self._models[demand.model_id]) for demand in demands]
+        return [replace(d, weight_bytes=m.weight_bytes, floors=m.floors) for d, m in hosted]
 
     def fetch(self, now_s: float, prefetch: Prefetch) -> None:
         """Bring a model nearer ahead of need."""
@@ -368,6 +373,12 @@ class Fleet:
         if decision is not None:
             self._load(decision, now_s)
 
+    def load_for_batch(self, now_s: float, demand: Demand, worker: WorkerView) -> None:
+        """Only requests of class batch wait for it."""
+        decision = self._placement.claim(now_s, demand, AllWorkers([worker]))
+        if decision is not None:
+            self._load(replace(decision, reason="batch requests waiting"), now_s, is_batch=True)
+
     def unload(self, now_s: float, model_name: str) -> None:
         """An operator's request, for every worker that has it."""
         for worker in self:
@@ -435,7 +446,7 @@ class Fleet:
                     model.reason,
                 )
 
-    def _load(self, decision: LoadDecision, now_s: float) -> None:
+    def _load(self, decision: LoadDecision, now_s: float, *, is_batch: bool = False) -> None:
         figures = DecisionFigures(
             waited_s=decision.waited_s,
             backlog_s=decision.backlog_s,
@@ -448,6 +459,7 @@ class Fleet:
             waited_s=decision.waited_s,
             backlog_s=decision.backlog_s,
             forced=decision.forced,
+            is_batch=is_batch,
         )
         self.send(decision.worker_id, message)
 

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from gateway.dispatch.capacity import WorkerCapacity, lacks
+from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.policy.reasons import GrantOutcome, GrantReason
 from gateway.dispatch.tickets import Ticket
+from gateway.dispatch.worker_room import lacks
 
 MAX_CHOICES = 2048
 """About 1 KB each."""

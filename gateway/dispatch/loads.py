@@ -12,17 +12,17 @@ is told would never be served.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
+from gateway.dispatch.batch_loads import BatchLoads, demands
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.copies import Copies
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.fleet import Fleet
-from gateway.dispatch.policy.fair_share import TenantOrder
+from gateway.dispatch.lanes import Lanes
 from gateway.dispatch.policy.fleet_view import AskRate, Demand, Outlook
 from gateway.dispatch.policy.model_history import Popularity, Prefetcher
 from gateway.dispatch.policy.reasons import DecisionFigures
-from gateway.dispatch.ticket_queue import TicketQueue
 from gateway.dispatch.tickets import Ticket
 from gateway.errors import UNAVAILABLE, ApiError
 from gateway.types import HostedModel, ModelOutlook
@@ -42,10 +42,11 @@ class Loads:
     """One dispatcher's."""
 
     def __init__(
-        self, queue: TicketQueue, share: TenantOrder, fleet: Fleet, decisions: DecisionLog
+        self, lanes: Lanes, fleet: Fleet, decisions: DecisionLog, max_load_share: float
     ) -> None:
+        queue, self._share = lanes.live
         self._queue = queue
-        self._share = share
+        self._batch = BatchLoads(lanes, fleet, max_load_share)
         self._fleet = fleet
         self._decisions = decisions
         self._popularity = Popularity()
@@ -58,7 +59,9 @@ class Loads:
         self.num_refusals = 0
 
     def asked(self, ticket: Ticket) -> None:
-        """A new ticket has come."""
+        """A new ticket has come. What class batch asks for makes no model popular."""
+        if ticket.is_batch:
+            return
         self._popularity.asked(ticket.model_name, ticket.prediction.service_s, ticket.arrival_s)
 
     def keep_models(self, models: Iterable[HostedModel]) -> None:
@@ -91,6 +94,7 @@ class Loads:
             wanted = demands(self._queue, self._share, wanting, is_pinned, now_s, places)
 
         busy = self._fleet.place(now_s, wanted, waiting, self._asks(now_s))
+        self._batch.place(now_s, self._asks(now_s), others_load=busy)
         if now_s - self._prefetched_s >= PREFETCH_S:
             self._prefetched_s = now_s
             if not busy:
@@ -181,35 +185,3 @@ class Loads:
             f"the request may wait in the queue: try again in {come_s:.0f} s"
         )
         return ApiError(UNAVAILABLE, message, retry_after_s=come_s)
-
-
-def demands(
-    queue: TicketQueue,
-    share: TenantOrder,
-    wanting: frozenset[str],
-    is_pinned: Callable[[str], bool],
-    now_s: float,
-    places: Mapping[str, int],
-) -> list[Demand]:
-    """Of the models `wanting`, in the order of the smallest counter that waits for each.
-
-    Equal counters (one tenant that waits for several models, or one that came back and was lifted)
-    go by the oldest ticket, or by the place that a model has kept.
-    """
-    counters, oldest, found = {}, {}, {}
-    for name in wanting:
-        waiting = queue.backlog_of(name)
-        if waiting is None:
-            continue
-        first = queue.oldest_of_model(name)
-        counters[name] = min(map(share.counter, waiting.tenants))
-        oldest[name] = min(first.seq, places.get(name, first.seq))
-        found[name] = Demand(
-            name,
-            waiting.num,
-            max(0.0, waiting.service_s),
-            is_pinned(name),
-            oldest_s=first.queued_s,
-            waited_s=max(0.0, waiting.num * now_s - waiting.arrived_s),
-        )
-    return [found[name] for name in sorted(found, key=lambda n: (counters[n], oldest[n]))]

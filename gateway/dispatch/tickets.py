@@ -40,7 +40,14 @@ from gateway.errors import (
     model_replaced,
 )
 from gateway.settings.settings import Settings
-from gateway.types import Asked, HostedModel, PreparedRequest, Principal, TokenEvent
+from gateway.types import (
+    Asked,
+    BatchWindow,
+    HostedModel,
+    PreparedRequest,
+    Principal,
+    TokenEvent,
+)
 
 StreamEnd: TypeAlias = Finish | Exception
 
@@ -307,6 +314,11 @@ class Ticket(msgspec.Struct, eq=False):
     """How its prompt begins (policy/prefix_places.py); none where there is one worker."""
     ahead_s: float = 0.0
     """Of its device, what it was predicted to use when it was granted, less what was there."""
+    is_batch: bool = False
+    batch_weight: float = 1.0
+    """Of class batch (lanes.py), where its tenant has this weight."""
+    batch_window: BatchWindow | None = None
+    """Of the batch that it is a line of."""
 
     def __post_init__(self) -> None:
         """It waits from its arrival on."""
@@ -322,6 +334,11 @@ class Ticket(msgspec.Struct, eq=False):
     def kv_tokens(self) -> int:
         """Positions it takes at most."""
         return self.request.num_prompt_tokens + self.request.max_tokens
+
+    @property
+    def lane_weight(self) -> float:
+        """Its tenant's weight in the lane that it waits in."""
+        return self.batch_weight if self.is_batch else self.weight
 
     @property
     def is_on_worker(self) -> bool:
@@ -377,7 +394,8 @@ class Ticket(msgspec.Struct, eq=False):
         self.num_tokens = 0
         self.waited_s = self.queue_s(now_s)
         self.granted_s = None
-        self.deadline_s = now_s + (self.deadline_s - self.queued_s)
+        if self.batch_window is None:
+            self.deadline_s = now_s + (self.deadline_s - self.queued_s)
         self.queued_s = now_s
         self.stream.retry(self.attempt)
 
@@ -408,6 +426,7 @@ def submit_of(
     timeout_s: float,
     generated: Sequence[int] = (),
     cached_tokens: int = 0,
+    is_batch: bool = False,
 ) -> Submit:
     """`timeout_s` as `Ticket.timeout_s` says it; `generated`, `cached_tokens`: as the ticket's."""
     return Submit(
@@ -426,6 +445,7 @@ def submit_of(
         encode=request.encode,
         generated=list(generated),
         cached_tokens=cached_tokens,
+        is_batch=is_batch,
     )
 
 
@@ -456,7 +476,7 @@ def new_ticket(
     def queue_s() -> float:
         return ticket.queue_s(clock())
 
-    now_s = clock()
+    now_s, window = clock(), principal.window
     stream = RequestStream(
         settings.max_stream_buffer_tokens, on_abort=lambda: abort(ticket), queue_s=queue_s
     )
@@ -466,9 +486,12 @@ def new_ticket(
         weight=principal.weight,
         seq=seq,
         arrival_s=now_s,
-        deadline_s=now_s + settings.queue_timeout_s,
-        ends_by_s=now_s + settings.request_timeout_s,
+        deadline_s=now_s + settings.queue_timeout_s if window is None else window.ends_s,
+        ends_by_s=now_s + settings.request_timeout_s if window is None else window.ends_s,
         prediction=prediction,
         stream=stream,
+        is_batch=principal.is_batch or request.is_batch,
+        batch_weight=principal.batch_weight,
+        batch_window=window,
     )
     return ticket, stream

@@ -18,9 +18,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from engine.protocol import RequestService, Usage, WorkerStatus
-from gateway.dispatch.policy.fair_share import NOTHING, TenantOrder, UsedService
+from gateway.dispatch.lanes import Lanes, flow_of, tenant_of
+from gateway.dispatch.policy.fair_share import NOTHING, UsedService
 from gateway.dispatch.policy.service_costs import LoadCosts, Residency, Transfer, units_of
-from gateway.dispatch.ticket_queue import TicketQueue
 from gateway.dispatch.tickets import Ticket
 from gateway.protocols import Accounts
 from gateway.types import HostedModel
@@ -32,9 +32,8 @@ MAX_BOOKED = 10_000
 class UsageAccounting:
     """What is charged goes through here and nowhere else."""
 
-    def __init__(self, share: TenantOrder, queue: TicketQueue) -> None:
-        self._share = share
-        self._queue = queue
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
         self._pack_of: dict[str, str] = {}
         self._names_of: dict[str, list[str]] = {}
         self._loaded_s: dict[str, float] = {}  # when the last load ended, by worker
@@ -57,10 +56,10 @@ class UsageAccounting:
 
     def accounts(self) -> Accounts:
         """For metrics."""
-        loads = self.loads
-        return Accounts(
-            self.device_s, dict(loads.charged_s), self.failed_s, loads.system_s, self.num_unsound
-        )
+        loads, charged_s = self.loads, dict[str, float]()
+        for flow, service_s in loads.charged_s.items():
+            _add(charged_s, tenant_of(flow), service_s)
+        return Accounts(self.device_s, charged_s, self.failed_s, loads.system_s, self.num_unsound)
 
     # Requests.
 
@@ -69,7 +68,7 @@ class UsageAccounting:
         prediction = ticket.prediction
         ticket.reported, ticket.reported_device_s, ticket.load_s = NOTHING, 0.0, 0.0
         ticket.expected = UsedService(prediction.service_s, prediction.units)
-        self._share.expect(ticket.tenant_id, ticket.expected)
+        self._lanes.of(ticket).share.expect(ticket.tenant_id, ticket.expected)
 
     def progress(self, ticket: Ticket, so_far: RequestService) -> None:
         """It has had so much and goes on."""
@@ -87,17 +86,17 @@ class UsageAccounting:
         service_s = self._sound(usage.service_s, ticket.reported.service_s)
         device_s = self._sound(usage.device_s, ticket.reported_device_s)
         self._true_up(ticket, UsedService(service_s, units), device_s)
-        self._share.settle(ticket.tenant_id, ticket.expected)
+        self._lanes.of(ticket).share.settle(ticket.tenant_id, ticket.expected)
         _add(self.service_s, ticket.tenant_id, service_s)
         _add(self.device_s, ticket.tenant_id, device_s)
         self._note(ticket.key, device_s)
 
     def fail(self, ticket: Ticket, device_s: float = 0.0) -> None:
         """The attempt came to nothing: the tenant gets back what it was charged."""
-        had = ticket.reported
+        had, share = ticket.reported, self._lanes.of(ticket).share
         if had != NOTHING:
-            self._share.charge(ticket.tenant_id, UsedService(-had.service_s, -had.units))
-        self._share.settle(ticket.tenant_id, ticket.expected)
+            share.charge(ticket.tenant_id, UsedService(-had.service_s, -had.units))
+        share.settle(ticket.tenant_id, ticket.expected)
         device_s = max(self._sound(device_s), ticket.reported_device_s)
         self.failed_s += device_s
         self._note(ticket.key, device_s)
@@ -129,14 +128,14 @@ class UsageAccounting:
         covered = UsedService(
             min(left.service_s, max(0.0, more.service_s)), min(left.units, max(0.0, more.units))
         )
-        self._share.charge(ticket.tenant_id, more, covered)
+        self._lanes.of(ticket).share.charge(ticket.tenant_id, more, covered)
         ticket.expected = UsedService(
             left.service_s - covered.service_s, left.units - covered.units
         )
         ticket.reported, ticket.reported_device_s = total, device_s
         residency = self._residency(ticket.worker_id, ticket.model_name)
         owed_s = self.loads.owed_s(residency)
-        self._transfer(self.loads.use(residency, ticket.tenant_id, more.service_s))
+        self._transfer(self.loads.use(residency, flow_of(ticket), more.service_s))
         ticket.load_s += owed_s - self.loads.owed_s(residency)
 
     # Loads.
@@ -172,16 +171,17 @@ class UsageAccounting:
         return worker_id, self._pack_of.get(model_name, model_name)
 
     def _backlog_s(self, residency: Residency) -> Mapping[str, float]:
-        """Predicted service that waits for the pack, by tenant."""
+        """Predicted service that waits for the pack, by tenant and lane."""
         backlog_s: dict[str, float] = {}
         for name in self._names_of.get(residency[1], ()):
-            for ticket in self._queue.of_model(name):
-                _add(backlog_s, ticket.tenant_id, ticket.prediction.service_s)
+            for lane in self._lanes:
+                for ticket in lane.queue.of_model(name):
+                    _add(backlog_s, flow_of(ticket), ticket.prediction.service_s)
         return backlog_s
 
     def _transfer(self, transfers: Sequence[Transfer]) -> None:
-        for tenant_id, service_s in transfers:
-            self._share.charge(tenant_id, UsedService(service_s))
+        for flow, service_s in transfers:
+            self._lanes.charge(flow, UsedService(service_s))
 
 
 def _add(sums: dict[str, float], name: str, value: float) -> None:

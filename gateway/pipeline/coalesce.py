@@ -218,8 +218,11 @@ class CacheHits:
         if prepared.request.stream or not plan.reads or plan.mode == "shadow":
             return None
         leader = self._flights.get(place.exact_key)
-        fits = leader is not None and leader.plan.keeps and leader.miss.epoch == miss.epoch
-        return leader if fits else None
+        if leader is None or not leader.plan.keeps or leader.miss.epoch != miss.epoch:
+            return None
+        # Who is of another class does not wait for one of class batch.
+        waits = leader.request is not None and leader.request.is_batch
+        return None if waits and not prepared.request.is_batch else leader
 
     async def _follow(self, leader: InFlight, active: ActiveRequest) -> Hit | None:
         waiter = leader.wait()

@@ -26,6 +26,7 @@ from gateway.api.tool_messages import calls_for_template, id_for_template
 from gateway.api.tool_types import ResponseFormat, TextFormat
 from gateway.api.tools.output_parser import IdentityParser, OutputParser
 from gateway.api.wire import Message, WireRequest
+from gateway.api.wire_body import BATCH_TIER
 from gateway.auth.auth import find_model
 from gateway.auth.directory import Directory
 from gateway.cache.cache_request import (
@@ -162,6 +163,7 @@ class Preparer:
             continuous_usage=asked.continuous_usage,
             obfuscates=asked.obfuscates,
             service_tier=asked.service_tier,
+            is_batch=asked.service_tier == BATCH_TIER,
             reasoning_fields=self._bounds.reasoning_fields,
             cache_mode=cache.mode,
             created_at=int(now_at),

@@ -106,7 +106,7 @@ class DispatcherParts:
         self._homes = homes
         self._tick = tick
         self._socket = operator_socket(settings.data_path)
-        self.share_file = CounterCheckpoint(leads, share)
+        self.share_file = CounterCheckpoint(leads, share, dispatcher.batch_share)
         self.clients = made_with.clients(DISPATCHER_ID, epoch)
         self._alerts = AlertWatch(made_with.engine, settings.alert_interval_s, made_with.registry)
         self._sweeper = build_sweeper(made_with.engine, settings)

@@ -36,7 +36,13 @@ from registry.accounts.key_terms import (
 )
 from registry.accounts.key_terms import KeyChanges as KeyChanges
 from registry.accounts.quotas import UNLIMITED, Limits, Quota
-from registry.accounts.tenants import PRIORITY_FACTORS, Tenant, check_display_name
+from registry.accounts.tenants import (
+    BATCH_FACTOR,
+    PRIORITY_FACTORS,
+    Priority,
+    Tenant,
+    check_display_name,
+)
 from registry.base import (
     Base,
     Id,
@@ -93,6 +99,9 @@ class KeyRecord:
     tenant_limits: Limits = UNLIMITED
     response_retention_days: int | None = None
     """The tenant's own."""
+    tenant_class: Priority = "standard"
+    batch_weight: float = BATCH_FACTOR
+    """Of its tenant's requests of class batch: the factor of the class, and no other."""
 
     def usable(self, now_at: float) -> bool:
         """Neither revoked nor expired, and the tenant is let in."""
@@ -363,6 +372,8 @@ def _record(key: ApiKey, tenant: Tenant, own: Quota | None, shared: Quota | None
         tenant_id=tenant.id,
         tenant_name=tenant.name,
         tenant_weight=tenant.weight * PRIORITY_FACTORS[tenant.priority],
+        tenant_class=tenant.priority,
+        batch_weight=tenant.weight * BATCH_FACTOR,
         tenant_disabled=tenant.disabled,
         response_retention_days=tenant.response_retention_days,
         scopes=frozenset(key.scopes),

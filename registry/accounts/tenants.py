@@ -28,9 +28,15 @@ Priority: TypeAlias = Literal["interactive", "standard", "batch"]
 
 MAX_WEIGHT = 1000.0
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
-PRIORITY_FACTORS: dict[str, float] = {"interactive": 4.0, "standard": 1.0, "batch": 0.05}
-"""What a weight is multiplied by. A batch tenant has what others leave, and a twentieth of a share
-while they leave nothing: it waits long and never for ever."""
+BATCH_FACTOR = 0.05
+PRIORITY_FACTORS: dict[str, float] = {
+    "interactive": 4.0,
+    "standard": 1.0,
+    "batch": BATCH_FACTOR,
+}
+"""What a weight is multiplied by. All requests of a batch tenant are of class batch: they have what
+others leave, and once their time is almost up a twentieth of a share: they wait long, and never for
+ever."""
 SERVERS_RETENTION = -1
 """As a tenant's own: none, the server's holds."""
 MAX_RETENTION_DAYS = 3650

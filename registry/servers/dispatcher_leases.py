@@ -105,13 +105,13 @@ def give_up(engine: Engine, holder: str, epoch: int) -> None:
     _all(engine, statement, holder=holder, epoch=epoch)
 
 
-def read_leads(engine: Engine) -> dict[str, float]:
-    """By tenant, in seconds; none where nobody wrote any."""
+def read_leads(engine: Engine) -> dict[str, dict[str, float]]:
+    """By fair order and tenant, in seconds; none where nobody wrote any."""
     found = _all(engine, "SELECT leads FROM dispatcher_leases WHERE name = :name")
     return dict(json.loads(found[0][0])) if found else {}
 
 
-def write_leads(engine: Engine, epoch: int, leads: dict[str, float]) -> bool:
+def write_leads(engine: Engine, epoch: int, leads: dict[str, dict[str, float]]) -> bool:
     """False: another dispatcher has followed the one of this epoch, and writes its own."""
     statement = (
         "UPDATE dispatcher_leases SET leads = :leads "

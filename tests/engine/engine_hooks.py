@@ -71,7 +71,7 @@ def move_weights(engine: Engine, rng: random.Random) -> int:
     )
     instance.runs[segment] = target
     pool.release(owner, source.pages)
-    turn = Turn(0.0, lambda _: True, lambda _: None)
+    turn = Turn(0.0, lambda _: True, lambda _: None, lambda _: True)
     residency._models.moved(instance, turn)
     for event in turn.events:
         engine._manager._settle(engine._manager._now_s)

@@ -101,8 +101,8 @@ class Life:
         stop = rng.sample(range(self.shapes[pack].vocab_size), rng.choice((0, 0, 1, 3)))
         timeout_s = rng.choice((0.0, 0.0, 0.0, 0.0, 0.03, 0.5, 3.0))
         try:
-            tenant, loses = rng.choice(TENANTS), rng.random() < 0.2
-            rig.submit(model_id, tenant, prompt, max_tokens, stop, timeout_s, loses)
+            tenant, loses, is_batch = rng.choice(TENANTS), rng.random() < 0.2, rng.random() < 0.3
+            rig.submit(model_id, tenant, prompt, max_tokens, stop, timeout_s, loses, is_batch)
         except RequestRefused as refused:
             if refused.code == "not_resident":
                 rig.engine.load(model_id, rig.now_s)

@@ -224,6 +224,7 @@ class StampRig:
         stop: Sequence[int] = (),
         timeout_s: float = 0.0,
         loses: bool = False,
+        is_batch: bool = False,
     ) -> str:
         """Ask. `loses`: some of its tokens are computed twice. Raises RequestRefused."""
         name = f"r{len(self.requests)}"
@@ -237,6 +238,7 @@ class StampRig:
             SamplingParams(0.0),
             list(stop),
             timeout_s=timeout_s,
+            is_batch=is_batch,
         )
         try:
             self.engine.submit(submit, self.now_s)
@@ -296,6 +298,7 @@ class StampRig:
                 del self.open[delta.request_id]
         assert not self.log.wrong, "\n".join(self.log.wrong)
         self.engine.check_integrity()
+        self._move_batch_off()
         self.events["steps"] += 1
         self.events["faults"] += self.log.num_faults - faults
         for name, told in before.items():
@@ -304,6 +307,15 @@ class StampRig:
         self._check_deadlines()
         for swap in self.engine.take_swaps()[0]:
             self.events[f"swaps: {swap.kind}"] += 1
+
+    def _move_batch_off(self) -> None:
+        """As a dispatcher: requests of class batch do not wait for a model that has left."""
+        states = self.states()
+        for name, told in list(self.open.items()):
+            state = states.get(told.submit.model_id, "gone")
+            if told.submit.is_batch and state in ("cold", "warm", "gone") and not told.aborted:
+                self.abort(name)
+                self.events["batch moved off"] += 1
 
     def states(self) -> dict[str, str]:
         """State of each hosted model."""
@@ -320,9 +332,12 @@ class StampRig:
 
     def end(self, max_steps: int = 4000) -> Counter[str]:
         """Let everything end, unload, forget: every request has ended, every page is back."""
-        for _ in range(max_steps):
+        for number in range(max_steps):
             if not self.open:
                 break
+            if number == max_steps // 2:  # nobody's weights leave for the KV of class batch
+                for name in [name for name, told in self.open.items() if told.submit.is_batch]:
+                    self.abort(name)
             self.step(load_parts=100)
         assert not self.open, f"lost: {sorted(self.open)} {self._why()}"
         total = self.count()

@@ -101,13 +101,11 @@ class Driver:
         new: int,
         tenant: str = "t",
         stop: Sequence[int] = (),
-        timeout_s: float = 0.0,
+        **more: Any,
     ) -> None:
         greedy, attempt = SamplingParams(0.0), 1
-        stops = list(stop)
-        submit = Submit(
-            request_id, attempt, tenant, model_id, prompt, new, greedy, stops, timeout_s=timeout_s
-        )
+        about = (request_id, attempt, tenant, model_id, prompt, new, greedy, list(stop))
+        submit = Submit(*about, **more)
         self.engine.submit(submit, self.now_s)
 
     def counter(self, name: str) -> float:

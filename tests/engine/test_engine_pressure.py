@@ -427,3 +427,51 @@ def test_a_revision_that_replaces_one_name_leaves_the_other_its_pack(
         assert driver.tokens[name] == generated(tiny_models["llama"], prompt, 40)
     assert driver.tokens["new"] == generated(tiny_models["qwen3"], prompt, 10)
     driver.empty()
+
+
+@in_each_mode
+def test_a_model_that_runs_class_batch_leaves_as_an_idle_one(
+    tiny_models: Models, mode: Mode
+) -> None:
+    """At once; what ran waits, without asking for the model, and goes on when it is back."""
+    models = {name: tiny_models[name] for name in ("llama", "qwen3")}
+    pages = max(map(weight_pages, models.values())) + 2 * KV_PAGES
+    driver = Driver(models, pages, load_kv_tokens=16, mode=mode, drain_timeout_s=100.0)
+    driver.make_resident("llama")
+    prompt = list(range(2, 22))
+    driver.submit("line", "llama", prompt, 30, is_batch=True)
+    driver.run(lambda: len(driver.tokens.get("line", ())) > 4)
+    driver.engine.load("qwen3", driver.now_s)
+    driver.run(lambda: driver.state("qwen3") == "resident", steps=2000)
+    assert "line" not in driver.finishes
+    for _ in range(50):
+        driver.step()
+    assert driver.state("llama") in ("cold", "warm")
+    driver.make_resident("llama")
+    driver.run(lambda: "line" in driver.finishes)
+    assert driver.tokens["line"] == generated(tiny_models["llama"], prompt, 30)
+    driver.empty()
+
+
+def test_kv_of_class_batch_makes_room_for_weights_before_any_model_leaves(
+    tiny_models: Models,
+) -> None:
+    models = {name: tiny_models[name] for name in ("llama", "qwen3", "gemma")}
+    weights = {name: weight_pages(model) for name, model in models.items()}
+    pages = sum(weights.values()) + KV_PAGES
+    driver = Driver(models, pages, load_kv_tokens=16, max_num_seqs=16)
+    for name in ("llama", "qwen3"):
+        driver.make_resident(name)
+    num_lines = 0
+    while driver.engine.pool.num_free + driver.engine.num_cached_pages > weights["gemma"] // 2:
+        num_lines += 1
+        driver.submit(f"line{num_lines}", "llama", [num_lines] * 40, 60, is_batch=True)
+        for _ in range(4):
+            driver.step()
+    driver.make_resident("gemma")
+    assert [driver.state(name) for name in models] == ["resident"] * 3
+    assert driver.counter("preemptions") > 0
+    # Nobody's weights leave for their KV: what does not fit waits, until it is taken off.
+    driver.engine.abort_all([(f"line{number + 1}", 1) for number in range(num_lines)])
+    driver.run(lambda: len(driver.finishes) == num_lines)
+    driver.empty()

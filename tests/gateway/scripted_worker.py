@@ -42,7 +42,7 @@ from gateway.cluster.local_dispatcher import LocalDispatcher
 from gateway.dispatch.tickets import RequestStream
 from gateway.errors import ApiError
 from gateway.settings.settings import Settings
-from gateway.types import HostedModel, PreparedRequest, Principal
+from gateway.types import BatchWindow, HostedModel, PreparedRequest, Principal
 from gateway.workers.worker_client import LossCause, WorkerListener, WorkerUnavailable
 from registry.accounts.quotas import Limits
 
@@ -200,9 +200,11 @@ class ScriptedWorker:
         submits = [m for m in self.sent if isinstance(m, Submit)][self.num_sent_earlier :]
         taken = {(s.request_id, s.attempt) for s in submits[: self.num_received]}
         inside = [s for key, s in self.running.items() if key in taken]
-        used_tokens = sum(map(_num_tokens, inside))
-        state_bytes = self.sequence_bytes * len(inside)
-        free_requests = max(0, self.num_requests - len(inside))
+        live = [submit for submit in inside if not submit.is_batch]
+        batch = [submit for submit in inside if submit.is_batch]
+        used_tokens = sum(map(_num_tokens, live))
+        state_bytes = self.sequence_bytes * len(live)
+        free_requests = max(0, self.num_requests - len(live))
         free_tokens = max(0, self.kv_tokens - used_tokens)
         return WorkerStatus(
             epoch=self.epoch,
@@ -225,6 +227,7 @@ class ScriptedWorker:
                     num_waiting=0,
                     load_s_estimate=0.5,
                     reason=self.reasons.get(name, ""),
+                    num_batch=sum(s.model_id == name for s in batch),
                 )
                 for name, state in self.states.items()
             ],
@@ -243,6 +246,8 @@ class ScriptedWorker:
             swaps=swaps,
             counters={},
             started_at=self.started_at,
+            batch_requests=len(batch),
+            batch_kv_bytes=sum(_num_tokens(s) * KV_BYTES + self.sequence_bytes for s in batch),
         )
 
     def tokens(
@@ -355,9 +360,10 @@ def hosted(name: str, revision: str = "r1", *, pinned: bool = False, pack: str =
     )
 
 
-def principal(tenant_id: str, weight: float = 1.0) -> Principal:
+def principal(tenant_id: str, weight: float = 1.0, **more: Any) -> Principal:
     """A key of the tenant."""
-    return Principal(tenant_id, f"key-{tenant_id}", frozenset({"inference"}), Limits(), weight)
+    about = (f"key-{tenant_id}", frozenset({"inference"}), Limits(), weight)
+    return Principal(tenant_id, *about, **more)
 
 
 def prepared(
@@ -458,11 +464,14 @@ class Rig:
         *,
         weight: float = 1.0,
         priority: int = 0,
+        is_batch: bool = False,
+        window: BatchWindow | None = None,
         **more: Any,
     ) -> RequestStream:
         """A request of the tenant; `more` as for `prepared`."""
         request = msgspec.structs.replace(prepared(request_id, model, **more), priority=priority)
-        return self.dispatcher.run(request, principal(tenant_id, weight))
+        asked_by = principal(tenant_id, weight, is_batch=is_batch, window=window)
+        return self.dispatcher.run(request, asked_by)
 
     def refused(self, request_id: str, tenant_id: str, model: str) -> ApiError:
         """What a request of the tenant is told at once."""

@@ -218,12 +218,15 @@ class StepPace:
         """Device seconds of a prompt's token; None while no prompt was computed."""
         return self._token_s
 
-    def heavy_tokens(self, num_decodes: int, most: int) -> int:
-        """Prompt tokens of heavy tenants in the next step, beside so many rows that decode."""
+    def heavy_tokens(self, num_decodes: int, most: int, *, is_batch: bool = False) -> int:
+        """Prompt tokens of heavy tenants in the next step, beside so many rows that decode.
+        `is_batch`: of class batch, beside rows of others: they are stretched, and no more."""
         if self._token_s is None:
             self._allowed = 0.0
-            return most
-        step_s = max(TARGET_S, STRETCH * (self._decode_s or 0.0))
+            return FEWEST_TOKENS if is_batch else most
+        step_s = STRETCH * (self._decode_s or 0.0)
+        if not (is_batch and self._decode_s):
+            step_s = max(TARGET_S, step_s)
         self._allowed = min(step_s / self._token_s, num_decodes + most)
         return max(FEWEST_TOKENS, int(self._allowed) - num_decodes)
 

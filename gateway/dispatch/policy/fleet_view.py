@@ -70,6 +70,8 @@ class ModelView(NamedTuple):
     pinned: bool = False
     held_bytes: int = 0
     floors: tuple[tuple[str, int], ...] = ()
+    runs_batch: bool = False
+    """Requests of class batch run there: no reason not to be `idle`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +258,7 @@ class WeightRoom:
         num_bytes, load_s = model.weight_bytes, load_seconds(model)
         spare, kept = self._spare_bytes, self._kept(demand)
         loss_s, worth, in_demand, used = 0.0, 0.0, 0, 0
+        num_batch, batch_s = 0, 0.0
         for leaver in self._ordered():
             if spare >= num_bytes:
                 break
@@ -265,12 +268,15 @@ class WeightRoom:
             if spare <= 0:
                 continue  # it goes for a load that was promised its pages before
             worth += leaver.asks_s * leaver.reload_s
+            num_batch += leaver.runs_batch
+            batch_s += leaver.runs_batch * leaver.reload_s
             both_s = load_s + leaver.reload_s
             if leaver.is_used or leaver.asks_s * both_s >= share:
                 loss_s += both_s
                 in_demand += 1
                 used += leaver.is_used
-        return PushedOut(loss_s, worth, in_demand, used) if spare >= num_bytes else None
+        pushed = PushedOut(loss_s, worth, in_demand, used, num_batch, batch_s)
+        return pushed if spare >= num_bytes else None
 
     def _ordered(self) -> list["_Leaver"]:
         if self._leavers is None:
@@ -285,7 +291,8 @@ class WeightRoom:
         asks_s, reload_s, num_bytes = self.asks_s(name), load_seconds(model), model.weight_bytes
         is_used = not model.idle or name in self.wanted
         loss = asks_s * reload_s / max(1, num_bytes)
-        return _Leaver(is_used, loss, name, asks_s, reload_s, num_bytes, model.floors)
+        about = (asks_s, reload_s, num_bytes, model.floors, model.runs_batch)
+        return _Leaver(is_used, loss, name, *about)
 
 
 class _Leaver(NamedTuple):
@@ -298,6 +305,7 @@ class _Leaver(NamedTuple):
     reload_s: float
     num_bytes: int
     floors: tuple[tuple[str, int], ...]
+    runs_batch: bool
 
 
 class PushedOut(NamedTuple):
@@ -309,12 +317,16 @@ class PushedOut(NamedTuple):
                    bring its model back
     num_in_demand  how many these are
     num_used       of them, those that somebody waits for or that run something at this moment
+    num_batch      how many run requests of class batch, which count for none of these; batch_s: and
+                   what loading them again takes
     """
 
     loss_s: float
     worth: float
     num_in_demand: int
     num_used: int
+    num_batch: int = 0
+    batch_s: float = 0.0
 
 
 def load_seconds(model: ModelView) -> float:

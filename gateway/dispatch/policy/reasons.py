@@ -20,6 +20,7 @@ Reason: TypeAlias = Literal[
     "pinned",
     "operator",  # an operator asked for it
     "prefetch",  # no request waits yet
+    "batch requests waiting",  # of class batch alone; nothing in demand leaves
     # held
     "too few requests waiting",  # until the load pays or the oldest has waited long enough
     "load budget used up",  # loads that evict busy models have used their share of the time

@@ -66,8 +66,9 @@ def test_a_name_that_gets_another_pack_leaves_the_others_where_they_are() -> Non
 def test_rows_of_all_names_and_of_those_on_their_way_out() -> None:
     catalog = Catalog()
     catalog.update([ModelSpec("a", "/p/x"), ModelSpec("b", "/p/x")], gone)
-    rows = catalog.status_rows([row("x")], {"a": (1, 2)})
-    assert [(r.model_id, r.num_running, r.num_waiting) for r in rows] == [("a", 1, 2), ("b", 0, 0)]
+    rows = catalog.status_rows([row("x")], {"a": (1, 2, 1)})
+    told = [(r.model_id, r.num_running, r.num_waiting, r.num_batch) for r in rows]
+    assert told == [("a", 1, 2, 1), ("b", 0, 0, 0)]
     catalog.update([ModelSpec("b", "/p/y")], stays)
     rows = catalog.status_rows([row("x", "draining"), row("y", "cold")], {})
     assert [(r.model_id, r.state) for r in rows] == [("a", "draining"), ("b", "cold")]

@@ -62,6 +62,10 @@ def test_gateways_and_workers_of_before_the_layout_understand_each_other() -> No
     new = encode(status(layout=Layout(["free"], [(0, 8)])))
     assert decode_from_worker(new) == status(layout=Layout(["free"], [(0, 8)]))
     fields = msgspec.msgpack.decode(new)
+    ten = msgspec.msgpack.encode(
+        fields[: 1 + WorkerStatus.__struct_fields__.index("batch_requests")]
+    )
+    assert decode_from_worker(ten).batch_requests == 0  # type: ignore[union-attr]
     # The first element is the type's name, the fields follow in order.
     known = 1 + WorkerStatus.__struct_fields__.index("layout")
     before = msgspec.msgpack.encode(fields[:known])

@@ -80,6 +80,25 @@ def test_cached_kv_is_on_offer_and_pending_requests_are_not(tiny_models: Models)
     driver.empty()
 
 
+def test_class_batch_takes_nothing_of_what_is_offered(tiny_models: Models) -> None:
+    model = tiny_models["llama"]
+    driver = Driver({"llama": model}, weight_pages(model) + 60)
+    driver.make_resident("llama")
+    at_first, before = lease_of(driver, "llama"), driver.engine.status(driver.now_s)
+    driver.submit("x", "llama", [3] * 60, 60, is_batch=True)
+    for _ in range(4):
+        assert lease_of(driver, "llama") == at_first
+        status = driver.engine.status(driver.now_s)
+        assert (status.free_requests, status.batch_requests) == (before.free_requests, 1)
+        assert status.batch_kv_bytes >= 110 * status.leases[0].kv_bytes_per_token
+        assert [row.num_batch for row in status.models] == [1]
+        driver.step()
+    driver.run(lambda: "x" in driver.finishes)
+    status = driver.engine.status(driver.now_s)
+    assert (status.batch_requests, status.batch_kv_bytes) == (0, 0)
+    driver.empty()
+
+
 def test_a_pinned_name_is_not_unloaded_by_another(tiny_models: Models) -> None:
     pack = str(tiny_models["qwen3"].pack_dir)
     driver = Driver({}, 400)

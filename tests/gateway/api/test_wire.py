@@ -70,7 +70,7 @@ def test_a_chat_with_everything_that_is_served() -> None:
         ({"service_tier": "auto"}, 0),
         ({"service_tier": "default", "priority": 3}, 3),
         ({"service_tier": "priority"}, -1),
-        ({"service_tier": "flex"}, 1),
+        ({"service_tier": "flex"}, 0),
         ({"service_tier": "flex", "priority": 1}, 1),
         ({"priority": -1000}, -1000),
     ],

@@ -12,6 +12,7 @@ from gateway.types import HostedModel
 from registry.accounts.api_keys import KeyRecord, generate_plaintext
 from registry.accounts.key_terms import parse_networks
 from registry.accounts.quotas import Limits
+from registry.accounts.tenants import Priority
 from tests.gateway.edge_kit import key_record
 
 PLAINTEXT = generate_plaintext()
@@ -51,6 +52,13 @@ def test_keys_are_found(headers: dict[str, str]) -> None:
     assert principal.limits.tokens_per_minute == 2
     assert principal.limits.max_concurrency == 3
     assert principal.cache.mode == "exact"
+
+
+@pytest.mark.parametrize("priority", ["interactive", "standard", "batch"])
+def test_a_tenant_of_class_batch_has_no_other_requests(priority: Priority) -> None:
+    key = replace(key_record(PLAINTEXT), tenant_class=priority, batch_weight=0.15)
+    principal = authenticate({"api-key": PLAINTEXT}, directory(key), 100.0, "")
+    assert (principal.is_batch, principal.batch_weight) == (priority == "batch", 0.15)
 
 
 @pytest.mark.parametrize(

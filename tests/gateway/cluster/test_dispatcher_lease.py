@@ -121,14 +121,14 @@ async def test_leads_are_handed_over(postgres_url: str) -> None:
     ):
         await first.take(0, stop)
         old = RowLeads(first.engine, first.epoch)
-        old.write({"ten_1": 2.5})
+        old.write({"leads": {"ten_1": 2.5}})
         await first.give_up()
         await second.take(0, stop)
         new = RowLeads(second.engine, second.epoch)
-        assert new.read() == {"ten_1": 2.5}
-        new.write({"ten_2": 1.0})
-        old.write({"ten_1": 9.0})
-        assert new.read() == {"ten_2": 1.0}
+        assert new.read() == {"leads": {"ten_1": 2.5}}
+        new.write({"leads": {"ten_2": 1.0}})
+        old.write({"leads": {"ten_1": 9.0}})
+        assert new.read() == {"leads": {"ten_2": 1.0}}
 
 
 def test_it_needs_postgresql(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_fields_at_the_top() -> None:
     assert isinstance(request.tool_choice, NamedChoice)
     assert not request.parallel_tool_calls
     assert request.reasoning == Reasoning(True, "high")
-    assert (request.priority, request.service_tier, request.user) == (1, "flex", ("u", "s"))
+    assert (request.priority, request.service_tier, request.user) == (0, "flex", ("u", "s"))
     assert request.ignored == ()
     choice = asked(
         tools=[TOOL],

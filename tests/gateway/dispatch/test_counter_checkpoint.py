@@ -18,9 +18,11 @@ def share_with(**counters: float) -> FairShare:
 
 
 async def test_who_was_ahead_still_is_after_a_restart(tmp_path: Path) -> None:
-    await CounterCheckpoint(LeadFile(tmp_path), share_with(low=100.0, ahead=7.0)).write()
+    await CounterCheckpoint(
+        LeadFile(tmp_path), share_with(low=100.0, ahead=7.0), FairShare(30.0)
+    ).write()
     again = FairShare(30.0)
-    await CounterCheckpoint(LeadFile(tmp_path), again).load()
+    await CounterCheckpoint(LeadFile(tmp_path), again, FairShare(30.0)).load()
     for name in ("stranger", "ahead", "low"):
         again.enqueue(name, 1.0)
     assert again.counter("ahead") - again.counter("low") == pytest.approx(7.0)
@@ -29,9 +31,11 @@ async def test_who_was_ahead_still_is_after_a_restart(tmp_path: Path) -> None:
 
 
 async def test_a_debt_is_clamped_as_ever_when_its_tenant_comes_back(tmp_path: Path) -> None:
-    await CounterCheckpoint(LeadFile(tmp_path), share_with(low=0.0, ahead=1e6)).write()
+    await CounterCheckpoint(
+        LeadFile(tmp_path), share_with(low=0.0, ahead=1e6), FairShare(30.0)
+    ).write()
     again = FairShare(30.0)
-    await CounterCheckpoint(LeadFile(tmp_path), again).load()
+    await CounterCheckpoint(LeadFile(tmp_path), again, FairShare(30.0)).load()
     again.enqueue("ahead", 2.0)
     assert again.counter("ahead") == 15.0
 
@@ -55,13 +59,13 @@ async def test_a_debt_is_clamped_as_ever_when_its_tenant_comes_back(tmp_path: Pa
 async def test_a_file_that_makes_no_sense_is_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)
     share = FairShare(30.0)
-    await CounterCheckpoint(LeadFile(tmp_path), share).load()
+    await CounterCheckpoint(LeadFile(tmp_path), share, FairShare(30.0)).load()
     assert share.leads() == {}
 
 
 async def test_it_is_replaced_as_a_whole_and_only_when_something_changed(tmp_path: Path) -> None:
     share = share_with(a=0.0, b=1.0)
-    file = CounterCheckpoint(LeadFile(tmp_path), share)
+    file = CounterCheckpoint(LeadFile(tmp_path), share, FairShare(30.0))
     await file.write()
     (tmp_path / NAME).unlink()
     await file.write()
@@ -73,7 +77,9 @@ async def test_it_is_replaced_as_a_whole_and_only_when_something_changed(tmp_pat
 
 
 async def test_a_disk_that_fails_stops_nothing(tmp_path: Path) -> None:
-    file = CounterCheckpoint(LeadFile(tmp_path / "not there"), share_with(a=0.0, b=1.0))
+    file = CounterCheckpoint(
+        LeadFile(tmp_path / "not there"), share_with(a=0.0, b=1.0), FairShare(30.0)
+    )
     await file.write()
     assert read_leads(tmp_path / "not there" / NAME) == {}
 

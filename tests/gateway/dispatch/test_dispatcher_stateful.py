@@ -7,6 +7,7 @@ everything is let run out: every request ends exactly once, and the queue is emp
 import asyncio
 from unittest import mock
 
+import msgspec
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,7 +16,7 @@ from engine.protocol import Abort, FinishReason
 from gateway.dispatch.tickets import RequestStream
 from gateway.errors import ApiError, WorkerLost
 from gateway.settings.settings import Settings
-from gateway.types import TokenEvent
+from gateway.types import BatchWindow, TokenEvent
 from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, prepared, principal
 
 TENANTS = st.sampled_from(["a", "b", "c", "d"])
@@ -53,12 +54,27 @@ class DispatcherMachine(RuleBasedStateMachine):
     def _at(self, which: int) -> ScriptedWorker:
         return self.workers[which % len(self.workers)]
 
-    @rule(tenant=TENANTS, model=MODELS, prompt=st.integers(1, 30), max_tokens=st.integers(1, 20))
-    def arrive(self, tenant: str, model: str, prompt: int, max_tokens: int) -> None:
+    @rule(
+        tenant=TENANTS,
+        model=MODELS,
+        prompt=st.integers(1, 30),
+        max_tokens=st.integers(1, 20),
+        window_s=st.sampled_from([None, None, 0.0, 0.0, 5.0, 60.0]),
+    )
+    def arrive(
+        self, tenant: str, model: str, prompt: int, max_tokens: int, window_s: float | None
+    ) -> None:
+        """A request, perhaps of class batch: as flex (0), or a line of a batch."""
         request_id = f"r{len(self.streams) + self.num_refused}"
         request = prepared(request_id, model, prompt=prompt, max_tokens=max_tokens)
+        request = msgspec.structs.replace(request, is_batch=window_s is not None)
+        asked_by = principal(tenant, 1.0 + (tenant == "d"))
+        if window_s:
+            now_s = self.rig.clock.now_s
+            window = BatchWindow(now_s - 1.0, now_s + window_s)
+            asked_by = msgspec.structs.replace(asked_by, window=window)
         try:
-            stream = self.rig.dispatcher.run(request, principal(tenant, 1.0 + (tenant == "d")))
+            stream = self.rig.dispatcher.run(request, asked_by)
         except ApiError:
             self.num_refused += 1
         else:
@@ -165,13 +181,16 @@ class DispatcherMachine(RuleBasedStateMachine):
     @invariant()
     def no_worker_holds_more_than_it_offered(self) -> None:
         for worker in self.workers:
-            assert len(worker.running) <= worker.num_requests
-            tokens = {
-                key: len(s.prompt_token_ids) + s.max_tokens for key, s in worker.running.items()
-            }
+            # What is of class batch gives way, and goes beyond nothing.
+            running = {key: s for key, s in worker.running.items() if not s.is_batch}
+            assert len(running) <= worker.num_requests
+            tokens = {key: len(s.prompt_token_ids) + s.max_tokens for key, s in running.items()}
+            batch = [s for s in worker.running.values() if s.is_batch]
+            assert len(batch) <= worker.num_requests
+            assert sum(len(s.prompt_token_ids) + s.max_tokens for s in batch) <= worker.kv_tokens
             # One request of each model may go beyond what is free.
             largest: dict[str, int] = {}
-            for key, submit in worker.running.items():
+            for key, submit in running.items():
                 largest[submit.model_id] = max(largest.get(submit.model_id, 0), tokens[key])
             assert sum(tokens.values()) <= worker.kv_tokens + sum(largest.values())
 

@@ -6,12 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import SwapCandidate, SwapChoice
-from gateway.dispatch.capacity import WorkerCapacity, lacks
+from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.decisions import DecisionRecord, of_choice
 from gateway.dispatch.explain import MAX_TENANTS, WaitReason
 from gateway.dispatch.policy.reasons import DecisionFigures, Reason, WaitCode
 from gateway.dispatch.policy.service_costs import Prediction
 from gateway.dispatch.tickets import RequestStream, Ticket
+from gateway.dispatch.worker_room import lacks
 from tests.gateway.scripted_worker import Rig, ScriptedWorker, prepared, served
 
 

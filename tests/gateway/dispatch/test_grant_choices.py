@@ -31,7 +31,7 @@ async def test_the_cost_of_each_worker_is_what_the_choice_went_by() -> None:
     assert chosen.cached_tokens == 384
     ahead_s = rig.local.dispatcher._running.live["other"].ahead_s
     assert chosen.delay_s == pytest.approx(DELAY_SHARE * ahead_s)
-    unit_s = rig.local.dispatcher._estimator.unit_s("m")
+    unit_s = rig.local.dispatcher._estimators[0].unit_s("m")
     assert chosen.read_s == pytest.approx(18 * unit_s)
     assert (loser.delay_s, loser.cached_tokens) == (0.0, 0)
     assert loser.read_s == pytest.approx(402 * unit_s)

@@ -9,7 +9,7 @@ from tests.gateway.scripted_worker import Rig, ScriptedWorker, served
 
 
 def share_of(rig: Rig) -> FairShare:
-    share = rig.dispatcher._share
+    share = rig.dispatcher._lanes.live.share
     assert isinstance(share, FairShare)
     return share
 
@@ -169,5 +169,5 @@ async def test_figures_that_are_no_times_change_no_counter_and_are_counted(bad: 
     assert accounts.num_unsound >= 4
     assert rig.dispatcher._book.service_s["t"] == 5.0
     assert accounts.system_load_s == 0.0
-    prediction = rig.dispatcher._estimator.predict("t", "m", 10, 10)
+    prediction = rig.dispatcher._estimators[0].predict("t", "m", 10, 10)
     assert 0 < prediction.service_s < 100

@@ -75,6 +75,24 @@ async def test_what_differs_goes_its_own_way(
     assert {posting.outcome for posting in kit.ledger.posted} == {"finished"}
 
 
+async def test_who_is_of_another_class_does_not_wait_for_class_batch(
+    kit: Kit, client: Client
+) -> None:
+    leader = asking(client, 1, service_tier="flex")
+    await until(lambda: len(kit.dispatcher.requests) == 1)
+    assert kit.dispatcher.requests[0].request.is_batch
+    like = asking(client, 1, service_tier="flex")
+    await until(lambda: kit.edge.store.num_open == 2)
+    other = asking(client, 1)
+    await until(lambda: len(kit.dispatcher.requests) == 2)
+    assert not kit.dispatcher.requests[1].request.is_batch
+    for running in kit.dispatcher.requests:
+        say(kit, running, "x")
+    answers = await asyncio.gather(*leader, *like, *other)
+    assert [result for _, result, _ in answers] == ["miss", "hit", "miss"]
+    assert [body["service_tier"] for _, _, body in answers[:2]] == ["flex", "flex"]
+
+
 async def test_who_did_not_ask_for_the_cache_is_not_coalesced(kit: Kit, client: Client) -> None:
     kit.use_keys(key_record())
     tasks = asking(client, 3)

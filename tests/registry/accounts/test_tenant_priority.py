@@ -18,8 +18,10 @@ def test_a_class_multiplies_the_weight(engine: Engine) -> None:
         assert key.tenant_weight == 2.0
         for priority, factor in tenants.PRIORITY_FACTORS.items():
             changed = tenants.update_tenant(session, "a", priority=priority, now_at=NOW)
-            weight = api_keys.get_key(session, key.id).tenant_weight
-            assert (changed.priority, weight) == (priority, 2.0 * factor)
+            found = api_keys.get_key(session, key.id)
+            assert (changed.priority, found.tenant_weight) == (priority, 2.0 * factor)
+            # Of class batch its requests have that factor alone, never both.
+            assert (found.tenant_class, found.batch_weight) == (priority, 2.0 * 0.05)
         with pytest.raises(InvalidValue, match="interactive, standard, batch"):
             tenants.update_tenant(session, "a", priority="urgent", now_at=NOW)
 

@@ -94,10 +94,10 @@ def test_leads_are_the_present_holder_s_to_write(engine: Engine) -> None:
     first = take(engine, None, "a")
     assert first is not None
     assert leases.read_leads(engine) == {}
-    assert leases.write_leads(engine, first, {"ten_1": 1.5})
+    assert leases.write_leads(engine, first, {"leads": {"ten_1": 1.5}})
     second = take(engine, leases.read(engine), "b", at_once=True)
     assert second is not None
-    assert leases.read_leads(engine) == {"ten_1": 1.5}
-    assert not leases.write_leads(engine, first, {"ten_1": 9.0})
-    assert leases.write_leads(engine, second, {"ten_2": 0.25})
-    assert leases.read_leads(engine) == {"ten_2": 0.25}
+    assert leases.read_leads(engine) == {"leads": {"ten_1": 1.5}}
+    assert not leases.write_leads(engine, first, {"leads": {"ten_1": 9.0}})
+    assert leases.write_leads(engine, second, {"leads": {"ten_2": 0.25}})
+    assert leases.read_leads(engine) == {"leads": {"ten_2": 0.25}}
