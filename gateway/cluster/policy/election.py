@@ -79,7 +79,7 @@ class Tenure:
         self._waits_since_s = None
         if is_held is False:
             self.is_lost = True
-        else:
+        elif is_held or self._reaches_to(asked_s):
             self._known_s = max(self._known_s, asked_s)
 
     def waits(self, now_s: float) -> None:
@@ -88,5 +88,11 @@ class Tenure:
         if self._waits_since_s is None or now_s - self._looked_s > MOST_APART_S:
             self._waits_since_s = now_s
         self._looked_s = now_s
-        if now_s - self._waits_since_s >= AWAY_S:
-            self._known_s = max(self._known_s, now_s - AWAY_S)
+        away_s = now_s - AWAY_S
+        if away_s >= self._waits_since_s and self._reaches_to(away_s):
+            self._known_s = max(self._known_s, away_s)
+
+    def _reaches_to(self, at_s: float) -> bool:
+        """Whether nothing was missed before: who was stopped for longer than a lease may have lost
+        it before the database was away."""
+        return at_s - self._known_s < TTL_S

@@ -251,6 +251,10 @@ def test_a_holder_that_was_stopped_knows_nothing_until_it_has_asked() -> None:
     tenure.answered(100.5, is_held=True)
     assert not tenure.may_grant(110.0)
     tenure.answered(110.1, is_held=None)
-    assert tenure.may_grant(110.2)
-    tenure.answered(110.3, is_held=False)
-    assert not tenure.may_grant(110.3)
+    assert not tenure.may_grant(110.2), "it was away since when?"
+    tenure.answered(110.2, is_held=True)
+    assert tenure.may_grant(110.3)
+    tenure.answered(110.5, is_held=None)
+    assert tenure.may_grant(112.4), "nobody can have taken the row"
+    tenure.answered(112.6, is_held=False)
+    assert not tenure.may_grant(112.6)
