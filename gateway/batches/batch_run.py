@@ -11,8 +11,8 @@ that sets it. So a line that was answered and not committed when its process die
 tenant has one answer and one posting, and the operator bears the second time.
 
 Refusals that pass (limits, full queues, no worker) are waited for until the batch's time is up;
-every other one is the line's answer. The key is looked up for each line: without it the batch is
-cancelled.
+every other one is the line's answer, and so is a limit that the line alone exceeds. The key is
+looked up for each line: without it the batch is cancelled.
 """
 
 import asyncio
@@ -296,7 +296,7 @@ class BatchRun:
             except ClientGone:
                 return None
             except ApiError as error:
-                if error.kind not in PASSING:
+                if error.is_final or error.kind not in PASSING:
                     refused = refused_line(line.custom_id, request_id, error)
                     return _Result(index, True, refused)
                 await self._pause(min(max(pause_s, error.retry_after_s or 0.0), MOST_PAUSE_S))

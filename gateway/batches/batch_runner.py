@@ -5,12 +5,17 @@ and one that was silent for LOST_S has lost it. What an earlier life of the same
 free at once: a token begins with what names the process in all its lives. The first look comes when
 the ledger has closed what an earlier life left open, so that a line is not made again while its
 first time is still being posted.
+
+Of one tenant a quarter of the batches run at a time, and the next one is of the tenant that has the
+fewest running in all processes: nobody's batches keep those of others waiting.
 """
 
 import asyncio
 import hashlib
 import logging
+import math
 import secrets
+from collections import Counter
 from functools import partial
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -89,7 +94,8 @@ class BatchRunner:
         self._has_looked = True
         while len(self._running) < self._max_running:
             token, now_at = self._prefix + secrets.token_hex(16), parts.now_at()
-            claim = partial(parts.store.claim, token, now_at, now_at - LOST_S, list(self._running))
+            without = list(self._running), self._full_tenants()
+            claim = partial(parts.store.claim, token, now_at, now_at - LOST_S, *without)
             batch: BatchRecord | None = await parts.threads.write(claim)
             if batch is None:
                 return
@@ -98,6 +104,12 @@ class BatchRunner:
             task = asyncio.create_task(self._run(run))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _full_tenants(self) -> list[str]:
+        """Those that have as many batches running here as one tenant may: a quarter."""
+        counts = Counter(run.batch.tenant_id for run in self._running.values())
+        most = math.ceil(self._max_running / 4)
+        return [tenant_id for tenant_id, num in counts.items() if num >= most]
 
     async def _run(self, run: BatchRun) -> None:
         try:

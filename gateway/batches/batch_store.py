@@ -58,15 +58,27 @@ class BatchStore:
             return batches.cancel(session, viewer, batch_id, viewer.now_at)
 
     def claim(
-        self, token: str, now_at: float, lost_at: float, without: Collection[str]
+        self,
+        token: str,
+        now_at: float,
+        lost_at: float,
+        without: Collection[str],
+        without_tenants: Collection[str],
     ) -> BatchRecord | None:
         """See batches.claim."""
         with reading(self._engine) as session:  # most looks find nothing, and write nothing
-            has_free = batches.has_free(session, lost_at, without)
+            has_free = batches.has_free(session, lost_at, without, without_tenants)
         if not has_free:
             return None
         with appending(self._engine, ACTOR) as session:
-            return batches.claim(session, token, now_at, lost_at=lost_at, without=without)
+            return batches.claim(
+                session,
+                token,
+                now_at,
+                lost_at=lost_at,
+                without=without,
+                without_tenants=without_tenants,
+            )
 
     def beat(self, batch_id: str, token: str, now_at: float) -> BatchState | None:
         """See batches.beat."""

@@ -122,8 +122,8 @@ class FileSettings:
     )
     max_batches_running: int = setting(
         4,
-        "Maximum number of batches that each gateway process runs at the same time. 0: none; they "
-        "wait.",
+        "Maximum number of batches that each gateway process runs at the same time, a quarter of "
+        "it of one tenant. 0: none; they wait.",
         ge=0,
     )
     batch_lines: int = setting(

@@ -16,6 +16,7 @@ from gateway.batches import batch_run, batches_service
 from gateway.batches.batch_output import line_id
 from gateway.batches.batch_store import BatchStore
 from gateway.errors import QUEUE_FULL, ApiError
+from registry.accounts.quotas import Limits
 from registry.session import make_engine, writing
 from registry.state.batches import Batch
 from tests.gateway.batches.conftest import batch_kit
@@ -44,26 +45,28 @@ def jsonl(lines: Iterable[Any]) -> bytes:
     return "\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines).encode()
 
 
-async def begun(client: Client, lines: Iterable[Any], **fields: Any) -> dict[str, Any]:
-    file = await send(client, jsonl(lines))
+async def begun(
+    client: Client, lines: Iterable[Any], key: str = KEY, **fields: Any
+) -> dict[str, Any]:
+    file = await send(client, jsonl(lines), key)
     asked = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h", **fields}
-    status, batch = await call(client, "POST", ALL, json=asked)
+    status, batch = await call(client, "POST", ALL, key, json=asked)
     assert (status, batch["status"]) == (200, "validating"), batch
     found: dict[str, Any] = batch
     return found
 
 
-async def shown(client: Client, batch_id: str) -> dict[str, Any]:
-    status, batch = await call(client, "GET", f"{ALL}/{batch_id}")
+async def shown(client: Client, batch_id: str, key: str = KEY) -> dict[str, Any]:
+    status, batch = await call(client, "GET", f"{ALL}/{batch_id}", key)
     assert status == 200, batch
     found: dict[str, Any] = batch
     return found
 
 
-async def ended(client: Client, batch_id: str) -> dict[str, Any]:
+async def ended(client: Client, batch_id: str, key: str = KEY) -> dict[str, Any]:
     async with asyncio.timeout(20):
         while True:
-            batch = await shown(client, batch_id)
+            batch = await shown(client, batch_id, key)
             if batch["status"] in ("completed", "failed", "expired", "cancelled"):
                 return batch
             await asyncio.sleep(0.02)
@@ -251,6 +254,36 @@ async def test_refusals_that_pass_are_waited_for(kit: Kit, client: Client) -> No
     kit.dispatcher.refusal = None
     done = await ended(client, batch["id"])
     assert done["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+
+async def test_a_line_that_alone_exceeds_a_limit_is_answered(tmp_path: Path) -> None:
+    kit = batch_kit(tmp_path)
+    mine, *others = file_keys()
+    kit.use_keys(replace(mine, limits=Limits(tokens_per_minute=20)), *others)
+    async with client_of(kit) as client:
+        large = line("a")
+        large["body"]["max_tokens"] = 100
+        done = await ended(client, (await begun(client, [large]))["id"])
+        assert done["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+        error = (await lines_of(client, done["error_file_id"]))["a"]["response"]
+        assert error["status_code"] == 429
+        assert error["body"]["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_one_tenant_does_not_hold_all_that_run(tmp_path: Path) -> None:
+    kit = batch_kit(tmp_path)
+    kit.dispatcher.script = silent
+    async with client_of(kit) as client:
+        first = [await begun(client, [line("a")]) for _ in range(4)]
+        await kit.begun()
+        speak_back(kit)
+        other = await begun(client, [line("b")], OTHER_KEY)
+        assert (await ended(client, other["id"], OTHER_KEY))["status"] == "completed"
+        running = kit.edge.batches._runner._running.values()
+        assert [run.batch.tenant_id for run in running].count("ten_1") == 1
+        kit.speak("The game")(kit.dispatcher.requests[0])
+        for batch in first:
+            await ended(client, batch["id"])
 
 
 async def test_a_revoked_key_cancels_its_batch(tmp_path: Path) -> None:

@@ -95,6 +95,16 @@ def test_a_batch_is_held_by_one_at_a_time(engine: Engine) -> None:
         assert batches.has_free(session, 1000.0, ["batch_1"])
 
 
+def test_the_tenant_with_the_fewest_held_is_next(engine: Engine) -> None:
+    made = [replace(NEW, id=f"batch_{n}", created_at=1000.0 + n) for n in range(4)]
+    add(engine, *made[:3], replace(made[3], tenant_id="ten_2"))
+    assert claim(engine, "t", 1000.0) == "batch_0"
+    assert claim(engine, "t", 1000.0, without_tenants=["ten_2"]) == "batch_1"
+    assert claim(engine, "t", 1000.0) == "batch_3", "none of this tenant's is held yet"
+    assert claim(engine, "t", 1000.0, without_tenants=["ten_1"]) is None
+    assert claim(engine, "t", 1000.0) == "batch_2"
+
+
 def test_what_a_dead_process_held_is_free_at_once(engine: Engine) -> None:
     add(engine, NEW, replace(NEW, id="batch_2", created_at=1001.0))
     assert claim(engine, "dead-1", 1000.0) == "batch_1"
