@@ -5,8 +5,8 @@
     WorkerLost               workers died with it too often, after tokens: an error event, no bill
     IllegalTransition        a bug: an event that a state table does not allow
 
-Messages tell the caller what to do. `retry_after_s` is set only where waiting helps. `is_final`: the
-request alone is over a limit, so the same request never goes, however long its caller waits.
+Messages tell the caller what to do. `retry_after_s` is set only where waiting helps. `is_final`:
+the request alone is over a limit, so it never goes, however long its caller waits.
 """
 
 import math

@@ -27,7 +27,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.auth.auth import find_model, principal_of_key
 from gateway.auth.directory import Directory
-from gateway.batches.batch_input import ENDPOINTS, CheckedInput, check_input, lines_of, read_line
+from gateway.batches.batch_input import ENDPOINTS, CheckedInput, InputCheck, lines_of, read_line
 from gateway.batches.batch_output import (
     EXPIRED,
     OUTPUT_PURPOSE,
@@ -68,11 +68,13 @@ _NO_HEADERS: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class BatchParts:
-    """What runs of a process share. `run`: the pipeline. `num_lines`: of one batch at a time.
+    """What runs of a process share. `beats`: threads of heartbeats
+    alone, which wait for nobody's files. `run`: the pipeline. `num_lines`: of one batch at a time.
     `expires_at(now_at, own_s)`: of a file that is made now."""
 
     store: BatchStore
     threads: StateThreads
+    beats: StateThreads
     run: Callable[[Call], Awaitable[Answer]]
     directory: Directory
     max_line_bytes: int
@@ -87,6 +89,10 @@ class _Result:
     index: int
     is_error: bool
     line: bytes
+
+
+class _Stopped(Exception):
+    """This process ends in the middle of finalizing."""
 
 
 class BatchRun:
@@ -112,6 +118,8 @@ class BatchRun:
             await self._go()
         except BatchLost:
             log.warning("batch %s is another process's now", self.batch.id)
+        except _Stopped:
+            log.info("batch %s is left to be finalized by another process", self.batch.id)
         except (SQLAlchemyError, OSError, NotFound, Damaged) as error:
             log.error("batch %s stops for a while: %s", self.batch.id, error)
             await self._pause(RETRY_S)
@@ -159,13 +167,12 @@ class BatchRun:
 
     async def _validate(self) -> None:
         batch, parts = self.batch, self._parts
-
-        def check() -> CheckedInput:
-            lines = lines_of(parts.store.input_pieces(batch), parts.max_line_bytes)
-            return check_input(lines, batch.endpoint)
-
+        check = InputCheck(parts.store.input_pieces(batch), parts.max_line_bytes, batch.endpoint)
         try:
-            found: CheckedInput = await self._write(check)
+            while await self._write(check.step):
+                if self._is_halted:
+                    return
+            found = check.found
             if not found.error_lines:
                 self._check_model(found.model)
         except (NotFound, Damaged):
@@ -408,7 +415,8 @@ class BatchRun:
                     made.append((writer, self._file(purpose, now_at)))
                     pieces = parts.store.segment_pieces(own)
                     while await self._write(partial(_copy, pieces, writer)):
-                        pass
+                        if self._is_stopping:
+                            raise _Stopped
             values: dict[str, Any] = {"state": ends_as, "ended_at": parts.now_at(), **ids}
             finish = partial(parts.store.finish, self.batch, self._token, made, **values)
             await self._write(finish)
@@ -445,7 +453,7 @@ class BatchRun:
     async def _look(self) -> None:
         """Say that it is held, and hear whether it was cancelled."""
         beat = partial(self._parts.store.beat, self.batch.id, self._token, self._parts.now_at())
-        state = await self._write(beat)
+        state = await self._parts.beats.write(beat)
         self._is_lost = self._is_lost or state is None
         if state == "cancelling":
             self._is_cancelled = True

@@ -68,6 +68,7 @@ class BatchRunner:
             run.stop()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        await asyncio.to_thread(self._parts.beats.close)
 
     async def _look_for_ever(self) -> None:
         await asyncio.sleep(self._first_look_s)

@@ -25,6 +25,7 @@ from gateway.files.file_fields import BATCH, expires_in
 from gateway.files.files_service import FilesService
 from gateway.files.uploads_service import ExpiresAfter
 from gateway.settings.settings import Settings
+from gateway.state.state_threads import StateThreads
 from gateway.types import Answer, Call, Principal
 from registry.state.batches import BatchRecord
 
@@ -176,6 +177,7 @@ def build_batches(
     parts = BatchParts(
         store,
         access.threads,
+        StateThreads(1, 1, "batches"),
         run,
         directory,
         settings.max_body_bytes,

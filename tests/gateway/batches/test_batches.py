@@ -2,22 +2,24 @@
 
 import asyncio
 import json
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from gateway.batches import batch_run, batches_service
+from gateway.batches.batch_input import MAX_LINES, InputCheck
 from gateway.batches.batch_output import line_id
 from gateway.batches.batch_store import BatchStore
 from gateway.errors import QUEUE_FULL, ApiError
 from registry.accounts.quotas import Limits
-from registry.session import make_engine, writing
+from registry.session import make_engine, reading, writing
 from registry.state.batches import Batch
 from tests.gateway.batches.conftest import batch_kit
 from tests.gateway.edge_kit import KEY, Client, Kit, Running, client_of, silent, until
@@ -148,6 +150,73 @@ async def test_a_wrong_file_is_no_batch(
     [error] = batch["errors"]["data"]
     assert (error["code"], error["line"], error["param"]) == (code, number, param), error
     assert kit.dispatcher.requests == []
+
+
+async def test_a_file_of_empty_lines_is_not_read_to_its_end(kit: Kit, client: Client) -> None:
+    batch = await ended(client, (await begun(client, ["\n" * (MAX_LINES + 1)]))["id"])
+    assert batch["errors"]["data"][0]["code"] == "too_many_empty_lines"
+    read = 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal read
+        while True:
+            read += 1
+            yield b"\n" * 10_000
+
+    check = InputCheck(pieces(), 100, CHATS)
+    num_steps = 1
+    while check.step():
+        num_steps += 1
+    assert num_steps == read == MAX_LINES // 10_000 + 1, "a step reads a piece"
+
+
+async def test_heartbeats_do_not_wait_for_files(tmp_path: Path) -> None:
+    kit = batch_kit(tmp_path, file_threads=1)
+    kit.dispatcher.script = silent
+    engine = make_engine(kit.edge.services.settings.registry_url)
+
+    def beat_at() -> float:
+        with reading(engine) as session:
+            return session.scalars(select(Batch.heartbeat_at)).one() or 0.0
+
+    async with client_of(kit) as client:
+        batch = await begun(client, [line("a")])
+        running = await kit.begun()
+        is_over, threads = threading.Event(), kit.edge.batches._runner._parts.threads
+        busy = asyncio.create_task(threads.write(is_over.wait))
+        last_at = beat_at()
+        await until(lambda: beat_at() > last_at)
+        assert not busy.done()
+        is_over.set()
+        kit.speak("The game")(running)
+        await ended(client, batch["id"])
+    engine.dispose()
+
+
+@pytest.mark.parametrize("state", ["validating", "finalizing"])
+async def test_a_stop_does_not_wait_for_a_long_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """Of a file that has no end, read or written."""
+    kit = batch_kit(tmp_path)
+    speak_back(kit)
+
+    def pieces(*_: object) -> Iterator[bytes]:
+        while True:
+            yield b"x"
+
+    name = "input_pieces" if state == "validating" else "segment_pieces"
+    monkeypatch.setattr(BatchStore, name, pieces)
+    engine = make_engine(kit.edge.services.settings.registry_url)
+    async with client_of(kit) as client:
+        batch = await begun(client, [line("a")])
+        async with asyncio.timeout(5):
+            while (await shown(client, batch["id"]))["status"] != state:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await until(lambda: kit.edge.batches._runner._running != {})
+    with reading(engine) as session:
+        assert session.execute(select(Batch.state, Batch.heartbeat_at)).one() == (state, None)
+    engine.dispose()
 
 
 async def test_what_a_batch_is_made_of_is_checked(kit: Kit, client: Client) -> None:
