@@ -31,6 +31,10 @@ MAX_LINES = 50_000
 MAX_ERRORS = 100
 """That are told; the file is not read further."""
 MAX_CUSTOM_ID_CHARS = 512
+MAX_MODEL_CHARS = 128
+"""As in the catalog."""
+MAX_MESSAGE_CHARS = 512
+"""Of an error that is told; longer ones are cut."""
 
 
 class BatchLine(msgspec.Struct):
@@ -167,11 +171,11 @@ class InputCheck:
         try:
             _check(read_line(data), self._endpoint, found, self._seen)
         except WrongLine as wrong:
-            found.error_lines.append(_error(number, wrong))
+            found.error_lines.append(error_line(number, wrong))
         return len(found.error_lines) < MAX_ERRORS
 
     def _fail(self, wrong: WrongLine) -> bool:
-        self.found.error_lines.append(_error(None, wrong))
+        self.found.error_lines.append(error_line(None, wrong))
         return False
 
 
@@ -192,16 +196,20 @@ def _check(line: BatchLine, endpoint: str, found: CheckedInput, seen: set[bytes]
     name = body.refused(endpoint)
     if name:
         raise WrongLine("unsupported_parameter", f"{name} is not supported in batches", name)
+    if len(body.model) > MAX_MODEL_CHARS:
+        message = f"model has more than {MAX_MODEL_CHARS} characters: send a name of GET /v1/models"
+        raise WrongLine("model_not_found", message, "model")
     found.model = found.model or body.model
     if body.model != found.model:
         message = f"the batch has requests to {found.model[:80]!r}: all must be to one model"
         raise WrongLine("mismatched_model", message, "model")
 
 
-def _error(number: int | None, wrong: WrongLine) -> dict[str, Any]:
+def error_line(number: int | None, wrong: WrongLine) -> dict[str, Any]:
+    """OpenAI's object; `number` None: it is the whole file's."""
     return {
         "code": wrong.code,
         "line": number,
-        "message": wrong.message,
+        "message": wrong.message[:MAX_MESSAGE_CHARS],
         "param": wrong.param,
     }

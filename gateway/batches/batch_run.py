@@ -27,7 +27,15 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.auth.auth import find_model, principal_of_key
 from gateway.auth.directory import Directory
-from gateway.batches.batch_input import ENDPOINTS, CheckedInput, InputCheck, lines_of, read_line
+from gateway.batches.batch_input import (
+    ENDPOINTS,
+    CheckedInput,
+    InputCheck,
+    WrongLine,
+    error_line,
+    lines_of,
+    read_line,
+)
 from gateway.batches.batch_output import (
     EXPIRED,
     OUTPUT_PURPOSE,
@@ -475,8 +483,7 @@ def _copy(pieces: Iterator[bytes], writer: Any) -> bool:
 
 
 def _faulty(code: str, message: str) -> CheckedInput:
-    line = {"code": code, "line": None, "message": message, "param": None}
-    return CheckedInput(error_lines=[line])
+    return CheckedInput(error_lines=[error_line(None, WrongLine(code, message))])
 
 
 def _gone() -> list[dict[str, Any]]:

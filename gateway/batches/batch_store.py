@@ -37,10 +37,10 @@ class BatchStore:
         self._engine = store.engine
         self._objects = store.objects
 
-    def create(self, record: BatchRecord, max_active: int) -> bool:
-        """False where its tenant has so many that have not ended."""
+    def create(self, record: BatchRecord, max_active: int, max_ended: int) -> bool:
+        """See batches.add."""
         with appending(self._engine, ACTOR) as session:
-            return batches.add(session, record, max_active)
+            return batches.add(session, record, max_active, max_ended)
 
     def get(self, viewer: FileViewer, batch_id: str) -> BatchRecord:
         """One batch."""

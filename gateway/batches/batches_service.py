@@ -58,12 +58,13 @@ class BatchesService:
     """One object per gateway process. All that is asked for a `principal` raises ApiError."""
 
     def __init__(
-        self, access: FileAccess, store: BatchStore, runner: BatchRunner, max_batches: int
+        self, access: FileAccess, store: BatchStore, runner: BatchRunner, settings: Settings
     ) -> None:
         self._access = access
         self._store = store
         self._runner = runner
-        self._max_batches = max_batches
+        self._max_batches = settings.max_batches
+        self._max_ended = settings.max_ended_batches
 
     def start(self) -> None:
         """Before requests come."""
@@ -100,7 +101,7 @@ class BatchesService:
             file = access.store.get(viewer, asked.input_file_id)
             if file.purpose != BATCH:
                 return None
-            return self._store.create(record, self._max_batches)
+            return self._store.create(record, self._max_batches, self._max_ended)
 
         made = await access.read(principal, "file", asked.input_file_id, create)
         if made is None:
@@ -188,4 +189,4 @@ def build_batches(
     )
     first_look_s = settings.ledger_recovery_wait_s + RECOVERY_MARGIN_S
     runner = BatchRunner(parts, owner, settings.max_batches_running, first_look_s)
-    return BatchesService(access, store, runner, settings.max_batches)
+    return BatchesService(access, store, runner, settings)

@@ -152,11 +152,16 @@ _SEGMENT_NAMES = tuple(SegmentRecord.__dataclass_fields__)
 _SEGMENT_COLUMNS = tuple(getattr(BatchSegment, name) for name in _SEGMENT_NAMES)
 
 
-def add(session: Session, record: BatchRecord, max_active: int) -> bool:
-    """Store a row. False, changing nothing, where its tenant has so many that have not ended."""
-    mine = _table.tenant_id == record.tenant_id, _table.state.in_(ACTIVE)
-    if (session.execute(select(func.count()).where(*mine)).scalar() or 0) >= max_active:
+def add(session: Session, record: BatchRecord, max_active: int, max_ended: int) -> bool:
+    """Store a row, and forget the tenant's oldest that have ended, beyond so many. False, changing
+    nothing, where its tenant has so many that have not ended."""
+    mine = _table.tenant_id == record.tenant_id
+    active = select(func.count()).where(mine, _table.state.in_(ACTIVE))
+    if (session.execute(active).scalar() or 0) >= max_active:
         return False
+    ended = select(_table.id).where(mine, _table.state.in_(ENDED))
+    old = ended.order_by(_table.created_at.desc(), _table.id.desc()).offset(max_ended)
+    session.execute(delete(_table).where(_table.id.in_(old)))
     values = {name: getattr(record, name) for name in _NAMES}
     session.execute(insert(_table).values(values))
     return True

@@ -14,10 +14,10 @@ import pytest
 from sqlalchemy import select, update
 
 from gateway.batches import batch_run, batches_service
-from gateway.batches.batch_input import MAX_LINES, InputCheck
+from gateway.batches.batch_input import MAX_LINES, MAX_MESSAGE_CHARS, InputCheck
 from gateway.batches.batch_output import line_id
 from gateway.batches.batch_store import BatchStore
-from gateway.errors import QUEUE_FULL, ApiError
+from gateway.errors import MODEL_NOT_FOUND, QUEUE_FULL, ApiError
 from registry.accounts.quotas import Limits
 from registry.session import make_engine, reading, writing
 from registry.state.batches import Batch
@@ -140,6 +140,7 @@ async def test_a_batch_is_answered_line_by_line(kit: Kit, client: Client) -> Non
         ([line("a", body=[])], "invalid_request", 1, "body"),
         ([line("a", body={"model": "none"})], "model_not_found", None, None),
         (["\n", " "], "empty_file", None, None),
+        ([line("a", body={"model": "m" * 129})], "model_not_found", 1, "model"),
     ],
 )
 async def test_a_wrong_file_is_no_batch(
@@ -217,6 +218,17 @@ async def test_a_stop_does_not_wait_for_a_long_file(
     with reading(engine) as session:
         assert session.execute(select(Batch.state, Batch.heartbeat_at)).one() == (state, None)
     engine.dispose()
+
+
+async def test_long_errors_are_cut(
+    kit: Kit, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ApiError(MODEL_NOT_FOUND, "x" * 10_000)
+
+    monkeypatch.setattr(batch_run, "find_model", refuse)
+    batch = await ended(client, (await begun(client, [line("a")]))["id"])
+    assert batch["errors"]["data"][0]["message"] == "x" * MAX_MESSAGE_CHARS
 
 
 async def test_what_a_batch_is_made_of_is_checked(kit: Kit, client: Client) -> None:
