@@ -20,7 +20,8 @@ from functools import partial
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.batches.batch_run import BatchParts, BatchRun
+from gateway.batches.batch_lines import BatchParts
+from gateway.batches.batch_run import BatchRun
 from registry.state.batches import BatchRecord
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from gateway.api.bodies import decode_body, invalid, unsupported
 from gateway.api.wire import small_field
 from gateway.auth.directory import Directory
 from gateway.batches.batch_input import ENDPOINTS
+from gateway.batches.batch_lines import BatchParts
 from gateway.batches.batch_output import batch_object
-from gateway.batches.batch_run import BatchParts
 from gateway.batches.batch_runner import BatchRunner
 from gateway.batches.batch_store import BatchStore
 from gateway.errors import INSUFFICIENT_QUOTA, NOT_FOUND, ApiError

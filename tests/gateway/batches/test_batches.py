@@ -317,7 +317,7 @@ async def test_lines_whose_time_is_up_expire(
         kit.speak("The game")(kit.dispatcher.requests[0])
         await until(lambda: len(kit.dispatcher.requests) == 3)
         [run] = kit.edge.batches._runner._running.values()
-        run.batch = replace(run.batch, expires_at=0.0)
+        run.batch = run._lines._batch = replace(run.batch, expires_at=0.0)
         done = await ended(client, batch["id"])
         assert done["status"] == "expired"
         assert done["request_counts"] == {"total": 5, "completed": 1, "failed": 4}
