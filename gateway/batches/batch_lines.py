@@ -3,8 +3,9 @@
 A line is a `Call` through the pipeline, with the principal of the key that made the batch. The key
 is looked up for each line: without it the batch is cancelled. Refusals that pass (limits, full
 queues, no worker) are waited for until the batch's time is up; every other one is the line's
-answer, and so is a limit that the line alone exceeds. Which lines run when, and what is written, is
-batch_run.py's.
+answer, and so is a limit that the line alone exceeds. A line is posted when it is answered, or
+broken off because its batch was cancelled; what else does not come to its end is not posted, since
+the same id is made again. Which lines run when, and what is written, is batch_run.py's.
 """
 
 import asyncio
@@ -74,7 +75,9 @@ class BatchLines:
         self.is_stopping = self.is_cancelled = self.is_lost = False
         self._batch = batch
         self._parts = parts
+        self._is_broken_off = False
         self._halted = asyncio.Event()
+        self._calls: dict[int, Call] = {}
         self._aborts: dict[int, list[Callable[[], None]]] = {}
 
     @property
@@ -87,9 +90,18 @@ class BatchLines:
         """The batch's time is up."""
         return self._parts.now_at() >= self._batch.expires_at
 
-    def break_off(self) -> None:
-        """End what runs within a step."""
+    def stop(self) -> None:
+        """This process ends: begin nothing more, and let what runs end."""
+        self.is_stopping = True
         self._halted.set()
+
+    def break_off(self) -> None:
+        """End what runs within a step. It is billed where the batch was cancelled; else it is made
+        again, or told to have expired: nothing is owed for it."""
+        self._halted.set()
+        self._is_broken_off = True
+        for call in self._calls.values():
+            call.is_repeated = not self.is_cancelled
         aborts, self._aborts = self._aborts, {}
         for several in aborts.values():
             for abort in several:
@@ -138,7 +150,7 @@ class BatchLines:
             self._cancel("its key cannot be used")
             return None
         kind, dialect = ENDPOINTS[self._batch.endpoint]
-        call = self._call(index, request_id, body, principal)
+        call = self._calls[index] = self._call(index, request_id, body, principal)
         try:
             answer = await self._parts.run(call)
             assert isinstance(answer, JsonAnswer)
@@ -156,13 +168,14 @@ class BatchLines:
             raise ApiError(SERVER_ERROR, message) from error
         finally:
             self._aborts.pop(index, None)
+            self._calls.pop(index, None)
 
     def _call(self, index: int, request_id: str, body: bytes, principal: Principal) -> Call:
         async def receive_body() -> bytes:
             return body
 
         def when_gone(abort: Callable[[], None]) -> None:
-            if self.is_halted:
+            if self._is_broken_off:
                 abort()
             else:
                 self._aborts.setdefault(index, []).append(abort)
@@ -178,6 +191,7 @@ class BatchLines:
             when_gone=when_gone,
             principal=principal,
             dialect=dialect,
+            is_repeated=True,
         )
 
     def _cancel(self, why: str) -> None:

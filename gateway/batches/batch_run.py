@@ -5,10 +5,10 @@
                 what was answered is committed in segments
     finalize    the segments become files
 
-Exactly once. A line's request has an id made of batch and line, and the ledger posts an id once,
-however often it is made. Its answer is in the output exactly if its bit is set, by the transaction
-that sets it. So a line that was answered and not committed when its process died is made again: the
-tenant has one answer and one posting, and the operator bears the second time.
+Once. A line's request has an id made of batch and line, and the ledger posts an id once, however
+often it is made. Its answer is in the output exactly if its bit is set, by the transaction that
+sets it. So a line that was answered and not committed when its process died is made again: the
+tenant has one answer and one posting, that of the first time, and the operator bears the second.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ BEAT_S = 5.0
 TICK_S = 1.0
 SEGMENT_LINES = 200
 SEGMENT_BYTES = 8 << 20
-SEGMENT_S = 10.0
+SEGMENT_S = 2.0
 RETRY_S = 5.0
 
 
@@ -87,8 +87,11 @@ class BatchRun:
             await self._release()
 
     def stop(self) -> None:
-        """Begin nothing more, and break off what runs: this process ends."""
-        self._lines.is_stopping = True
+        """Begin nothing more: this process ends. What runs may end."""
+        self._lines.stop()
+
+    def break_off(self) -> None:
+        """After `stop`: the time of what runs is up."""
         self._lines.break_off()
 
     async def _go(self) -> None:
@@ -157,7 +160,11 @@ class BatchRun:
         left = self._unanswered()
         has_more = True
         try:
-            while not self._lines.is_halted and not self._lines.is_late:
+            while (
+                not self._lines.is_cancelled and not self._lines.is_lost and not self._lines.is_late
+            ):
+                if self._lines.is_stopping:
+                    has_more = False
                 while has_more and len(running) < self._parts.num_lines:
                     found = await self._write(lambda: next(left, None))
                     has_more = found is not None

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 LOST_S = 30.0
+BREAK_OFF_S = 10.0
+"""How long what is broken off may take to be written."""
 
 
 class BatchRunner:
@@ -60,15 +62,23 @@ class BatchRunner:
         """There is a new batch."""
         self._is_called.set()
 
-    async def close(self) -> None:
-        """Break off what runs; another process, or the next life of this one, goes on with it."""
+    async def close(self, timeout_s: float) -> None:
+        """Begin nothing more, and let lines that run end, for at most so long; then break them off.
+        Another process, or the next life of this one, goes on with the rest."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
         for run in self._running.values():
             run.stop()
         if self._tasks:
-            await asyncio.wait(self._tasks)
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        for run in self._running.values():
+            run.break_off()
+        if self._tasks:
+            _, hung = await asyncio.wait(self._tasks, timeout=BREAK_OFF_S)
+            for task in hung:
+                task.cancel()
+            await asyncio.gather(*hung, return_exceptions=True)
         await asyncio.to_thread(self._parts.beats.close)
 
     async def _look_for_ever(self) -> None:

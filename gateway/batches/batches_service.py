@@ -70,9 +70,9 @@ class BatchesService:
         """Before requests come."""
         self._runner.start()
 
-    async def close(self) -> None:
-        """When no more requests come."""
-        await self._runner.close()
+    async def close(self, timeout_s: float) -> None:
+        """When no more requests come: lines that run may end within the time."""
+        await self._runner.close(timeout_s)
 
     async def create(self, principal: Principal, body: bytes) -> bytes:
         """A new batch, which is validated next."""

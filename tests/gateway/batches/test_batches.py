@@ -231,6 +231,32 @@ async def test_long_errors_are_cut(
     assert batch["errors"]["data"][0]["message"] == "x" * MAX_MESSAGE_CHARS
 
 
+@pytest.mark.parametrize("has_time", [True, False])
+async def test_what_a_stop_breaks_off_is_not_posted(tmp_path: Path, has_time: bool) -> None:
+    """Lines that run may end; those that do not are made again, under the same id."""
+    kit = batch_kit(tmp_path, batch_lines=2)
+    kit.dispatcher.script = lambda running: running.say(kit.ids("The"))
+    async with client_of(kit) as client:
+        batch = await begun(client, [line(f"id-{n}") for n in range(5)])
+        await until(lambda: len(kit.dispatcher.requests) == 2)
+        [run] = kit.edge.batches._runner._running.values()
+        closing = asyncio.create_task(kit.edge.batches.close(5.0 if has_time else 0.0))
+        await until(lambda: run._lines.is_stopping)
+        for running in kit.dispatcher.requests if has_time else ():
+            running.say([kit.end_id])
+            running.end("stop")
+        await closing
+        found = await shown(client, batch["id"])
+        num_answered = 2 if has_time else 0
+        assert (found["status"], found["request_counts"]["completed"]) == (
+            "in_progress",
+            num_answered,
+        )
+        assert [running.aborted for running in kit.dispatcher.requests] == [not has_time] * 2
+        await until(lambda: len(kit.ledger.posted) + len(kit.ledger.voided) == 2)
+        assert [posting.outcome for posting in kit.ledger.posted] == ["finished"] * num_answered
+
+
 async def test_what_a_batch_is_made_of_is_checked(kit: Kit, client: Client) -> None:
     file = await send(client, jsonl([line("a")]))
     other = await send(client, b"x", purpose="evals")
@@ -290,6 +316,8 @@ async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None
     def some(running: Running) -> None:
         if len(kit.dispatcher.requests) <= 3:
             kit.speak("The game", one_by_one=False)(running)
+        else:
+            running.say(kit.ids("The"))
 
     kit.dispatcher.script = some
     async with client_of(kit) as client:
@@ -304,6 +332,8 @@ async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None
         assert [running.aborted for running in kit.dispatcher.requests[3:]] == [True, True]
         again = await call(client, "POST", f"{ALL}/{batch['id']}/cancel")
         assert again == (200, done), "it has ended"
+        outcomes = Counter(posting.outcome for posting in kit.ledger.posted)
+        assert outcomes == {"finished": 3, "disconnected": 2}, "what was broken off is billed"
 
 
 async def test_lines_whose_time_is_up_expire(
