@@ -5,7 +5,8 @@
     WorkerLost               workers died with it too often, after tokens: an error event, no bill
     IllegalTransition        a bug: an event that a state table does not allow
 
-Messages tell the caller what to do. `retry_after_s` is set only where waiting helps.
+Messages tell the caller what to do. `retry_after_s` is set only where waiting helps. `is_final`:
+the request alone is over a limit, so it never goes, however long its caller waits.
 """
 
 import math
@@ -90,12 +91,14 @@ class ApiError(Exception):
         message: str,
         param: str | None = None,
         retry_after_s: float | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.is_final = is_final
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """What SDKs obey: how long to wait, and whether it is of any use to ask again."""

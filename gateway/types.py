@@ -330,7 +330,8 @@ class Call:
     `receive_body` is called once, after auth: nobody without a key makes us hold a body.
     `client` is the caller's address, "" where there is none. `when_gone` takes what is to be called
     when the client goes away. `principal`: whose request it is, where an operator asks for a tenant
-    and has shown the right to; then no key is looked for.
+    and has shown the right to; then no key is looked for. `is_repeated`: what does not come to its
+    end is made again under the same id, so nothing is owed for it and it is not posted.
     """
 
     kind: RequestKind
@@ -345,6 +346,7 @@ class Call:
     dialect: str = ""
     """By its name; "": the one of its kind."""
     note: AnswerNote = field(default_factory=AnswerNote)
+    is_repeated: bool = False
 
     def tell_ignored(self, names: Sequence[str]) -> None:
         """These fields had no effect."""

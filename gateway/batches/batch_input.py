@@ -6,8 +6,9 @@ more than a line and a piece is in memory; of earlier lines a digest of the `cus
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -30,6 +31,10 @@ MAX_LINES = 50_000
 MAX_ERRORS = 100
 """That are told; the file is not read further."""
 MAX_CUSTOM_ID_CHARS = 512
+MAX_MODEL_CHARS = 128
+"""As in the catalog."""
+MAX_MESSAGE_CHARS = 512
+"""Of an error that is told; longer ones are cut."""
 
 
 class BatchLine(msgspec.Struct):
@@ -87,21 +92,36 @@ class CheckedInput:
 
 def lines_of(pieces: Iterable[bytes], max_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Lines that are not empty, with their numbers in the file, the first 1. One that is longer
-    than `max_bytes` comes as its beginning, which is no JSON."""
-    rest, number, is_cut = b"", 0, False
+    than `max_bytes` comes as its beginning, which is no JSON. Raises WrongLine where more than
+    MAX_LINES are empty."""
+    return chain.from_iterable(_lines_by_piece(pieces, max_bytes))
+
+
+def _lines_by_piece(
+    pieces: Iterable[bytes], max_bytes: int
+) -> Generator[list[tuple[int, bytes]], None, None]:
+    """As `lines_of`, of each piece those that end in it."""
+    rest, number, num_empty, is_cut = b"", 0, 0, False
     for piece in pieces:
+        found = []
         *whole, rest = (rest + piece).split(b"\n")
         for line in whole:
             number += 1
-            if line.strip() and not is_cut:
-                yield number, line[:max_bytes]
+            if not line.strip():
+                num_empty += not is_cut
+            elif not is_cut:
+                found.append((number, line[:max_bytes]))
             is_cut = False
+        if num_empty > MAX_LINES:
+            message = f"the file has more than {MAX_LINES} empty lines: leave them out"
+            raise WrongLine("too_many_empty_lines", message)
         if len(rest) > max_bytes:
             if not is_cut:
-                yield number + 1, rest[:max_bytes]
+                found.append((number + 1, rest[:max_bytes]))
             rest, is_cut = b"", True
+        yield found
     if rest.strip() and not is_cut:
-        yield number + 1, rest
+        yield [(number + 1, rest)]
 
 
 def read_line(data: bytes) -> BatchLine:
@@ -121,26 +141,42 @@ def read_line(data: bytes) -> BatchLine:
     return line
 
 
-def check_input(lines: Iterable[tuple[int, bytes]], endpoint: str) -> CheckedInput:
-    """All of a file."""
-    found, seen = CheckedInput(), set[bytes]()
-    for number, data in lines:
+class InputCheck:
+    """Checks all of a file, a piece at a time. `found` is whole when `step` has returned False."""
+
+    def __init__(self, pieces: Iterable[bytes], max_line_bytes: int, endpoint: str) -> None:
+        self.found = CheckedInput()
+        self._endpoint = endpoint
+        self._steps = _lines_by_piece(pieces, max_line_bytes)
+        self._seen: set[bytes] = set()
+
+    def step(self) -> bool:
+        """Check the next piece. False: nothing more is to be read."""
+        try:
+            lines = next(self._steps, None)
+        except WrongLine as wrong:
+            return self._fail(wrong)
+        if lines is None:
+            if self.found.num_lines:
+                return False
+            return self._fail(WrongLine("empty_file", "the file has no requests: add one"))
+        return all(self._has_more(number, data) for number, data in lines)
+
+    def _has_more(self, number: int, data: bytes) -> bool:
+        found = self.found
         found.num_lines += 1
         if found.num_lines > MAX_LINES:
             message = f"the file has more than {MAX_LINES} requests: make several files of it"
-            found.error_lines.append(_error(None, WrongLine("too_many_tasks", message)))
-            break
+            return self._fail(WrongLine("too_many_tasks", message))
         try:
-            line = read_line(data)
-            _check(line, endpoint, found, seen)
+            _check(read_line(data), self._endpoint, found, self._seen)
         except WrongLine as wrong:
-            found.error_lines.append(_error(number, wrong))
-            if len(found.error_lines) >= MAX_ERRORS:
-                break
-    if not found.num_lines:
-        empty = WrongLine("empty_file", "the file has no requests: send one with lines in it")
-        found.error_lines.append(_error(None, empty))
-    return found
+            found.error_lines.append(error_line(number, wrong))
+        return len(found.error_lines) < MAX_ERRORS
+
+    def _fail(self, wrong: WrongLine) -> bool:
+        self.found.error_lines.append(error_line(None, wrong))
+        return False
 
 
 def _check(line: BatchLine, endpoint: str, found: CheckedInput, seen: set[bytes]) -> None:
@@ -160,16 +196,20 @@ def _check(line: BatchLine, endpoint: str, found: CheckedInput, seen: set[bytes]
     name = body.refused(endpoint)
     if name:
         raise WrongLine("unsupported_parameter", f"{name} is not supported in batches", name)
+    if len(body.model) > MAX_MODEL_CHARS:
+        message = f"model has more than {MAX_MODEL_CHARS} characters: send a name of GET /v1/models"
+        raise WrongLine("model_not_found", message, "model")
     found.model = found.model or body.model
     if body.model != found.model:
         message = f"the batch has requests to {found.model[:80]!r}: all must be to one model"
         raise WrongLine("mismatched_model", message, "model")
 
 
-def _error(number: int | None, wrong: WrongLine) -> dict[str, Any]:
+def error_line(number: int | None, wrong: WrongLine) -> dict[str, Any]:
+    """OpenAI's object; `number` None: it is the whole file's."""
     return {
         "code": wrong.code,
         "line": number,
-        "message": wrong.message,
+        "message": wrong.message[:MAX_MESSAGE_CHARS],
         "param": wrong.param,
     }

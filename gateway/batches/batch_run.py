@@ -1,54 +1,39 @@
 """One batch, from wherever the last process left it to its end.
 
     validate    read the file once: what is wrong with it, or which model and how many lines
-    answer      lines that have no bit yet go through the pipeline, some at a time, as requests of
-                the key that made the batch; what was answered is committed in segments
+    answer      lines that have no bit yet go through the pipeline, some at a time (batch_lines.py);
+                what was answered is committed in segments
     finalize    the segments become files
 
-Exactly once. A line's request has an id made of batch and line, and the ledger posts an id once,
-however often it is made. Its answer is in the output exactly if its bit is set, by the transaction
-that sets it. So a line that was answered and not committed when its process died is made again: the
-tenant has one answer and one posting, and the operator bears the second time.
-
-Refusals that pass (limits, full queues, no worker) are waited for until the batch's time is up;
-every other one is the line's answer. The key is looked up for each line: without it the batch is
-cancelled.
+Once. A line's request has an id made of batch and line, and the ledger posts an id once, however
+often it is made. Its answer is in the output exactly if its bit is set, by the transaction that
+sets it. So a line that was answered and not committed when its process died is made again: the
+tenant has one answer and one posting, that of the first time, and the operator bears the second.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.auth.auth import find_model, principal_of_key
-from gateway.auth.directory import Directory
-from gateway.batches.batch_input import ENDPOINTS, CheckedInput, check_input, lines_of, read_line
-from gateway.batches.batch_output import (
-    EXPIRED,
-    OUTPUT_PURPOSE,
-    answered_line,
-    line_id,
-    refused_line,
-    unanswered_line,
+from gateway.auth.auth import find_model
+from gateway.batches.batch_input import (
+    CheckedInput,
+    InputCheck,
+    WrongLine,
+    error_line,
+    lines_of,
+    read_line,
 )
-from gateway.batches.batch_store import BatchLost, BatchStore, file_id_of
-from gateway.dialects.by_route import DIALECTS
-from gateway.dialects.dialect import CHAT
-from gateway.errors import (
-    QUEUE_FULL,
-    RATE_LIMITED,
-    SERVER_ERROR,
-    UNAVAILABLE,
-    ApiError,
-    ClientGone,
-)
-from gateway.state.state_threads import Damaged, StateThreads
-from gateway.types import Answer, Call, JsonAnswer, Principal
+from gateway.batches.batch_lines import BatchLines, BatchParts, LineResult
+from gateway.batches.batch_output import EXPIRED, OUTPUT_PURPOSE, line_id, unanswered_line
+from gateway.batches.batch_store import BatchLost, file_id_of
+from gateway.errors import ApiError
+from gateway.state.state_threads import Damaged
 from registry.errors import NotFound
 from registry.state.batches import BatchRecord
 from registry.state.files import FileRecord
@@ -59,34 +44,12 @@ BEAT_S = 5.0
 TICK_S = 1.0
 SEGMENT_LINES = 200
 SEGMENT_BYTES = 8 << 20
-SEGMENT_S = 10.0
+SEGMENT_S = 2.0
 RETRY_S = 5.0
-MOST_PAUSE_S = 60.0
-PASSING = (RATE_LIMITED, QUEUE_FULL, UNAVAILABLE)
-_NO_HEADERS: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class BatchParts:
-    """What runs of a process share. `run`: the pipeline. `num_lines`: of one batch at a time.
-    `expires_at(now_at, own_s)`: of a file that is made now."""
-
-    store: BatchStore
-    threads: StateThreads
-    run: Callable[[Call], Awaitable[Answer]]
-    directory: Directory
-    max_line_bytes: int
-    num_lines: int
-    expires_at: Callable[[float, float | None], float]
-    now_s: Callable[[], float]
-    now_at: Callable[[], float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    index: int
-    is_error: bool
-    line: bytes
+class _Stopped(Exception):
+    """This process ends in the middle of finalizing."""
 
 
 class BatchRun:
@@ -96,9 +59,7 @@ class BatchRun:
         self.batch = batch
         self._token = token
         self._parts = parts
-        self._is_stopping = self._is_cancelled = self._is_lost = False
-        self._halted = asyncio.Event()
-        self._aborts: dict[int, list[Callable[[], None]]] = {}
+        self._lines = BatchLines(batch, parts)
         self._answered = bytearray(batch.answered)
         self._outputs: list[bytes] = []
         self._errors: list[bytes] = []
@@ -112,32 +73,33 @@ class BatchRun:
             await self._go()
         except BatchLost:
             log.warning("batch %s is another process's now", self.batch.id)
+        except _Stopped:
+            log.info("batch %s is left to be finalized by another process", self.batch.id)
         except (SQLAlchemyError, OSError, NotFound, Damaged) as error:
             log.error("batch %s stops for a while: %s", self.batch.id, error)
-            await self._pause(RETRY_S)
+            await self._lines.pause(RETRY_S)
         except Exception:
             log.exception("batch %s stops for a while", self.batch.id)
-            await self._pause(RETRY_S)
+            await self._lines.pause(RETRY_S)
         finally:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
             await self._release()
 
     def stop(self) -> None:
-        """Begin nothing more, and break off what runs: this process ends."""
-        self._is_stopping = True
-        self._abort()
+        """Begin nothing more: this process ends. What runs may end."""
+        self._lines.stop()
 
-    @property
-    def _is_halted(self) -> bool:
-        return self._is_stopping or self._is_cancelled or self._is_lost
+    def break_off(self) -> None:
+        """After `stop`: the time of what runs is up."""
+        self._lines.break_off()
 
     async def _go(self) -> None:
         if self.batch.state == "validating":
             await self._validate()
         if self.batch.state == "in_progress":
             await self._answer()
-        if self._is_stopping or self._is_lost or self.batch.state == "failed":
+        if self._lines.is_stopping or self._lines.is_lost or self.batch.state == "failed":
             return
         await self._finalize()
 
@@ -151,7 +113,7 @@ class BatchRun:
             self.batch = replace(batch, **values)
             return True
         await self._look()
-        if self._is_lost:
+        if self._lines.is_lost:
             raise BatchLost(batch.id)
         return False
 
@@ -159,13 +121,12 @@ class BatchRun:
 
     async def _validate(self) -> None:
         batch, parts = self.batch, self._parts
-
-        def check() -> CheckedInput:
-            lines = lines_of(parts.store.input_pieces(batch), parts.max_line_bytes)
-            return check_input(lines, batch.endpoint)
-
+        check = InputCheck(parts.store.input_pieces(batch), parts.max_line_bytes, batch.endpoint)
         try:
-            found: CheckedInput = await self._write(check)
+            while await self._write(check.step):
+                if self._lines.is_halted:
+                    return
+            found = check.found
             if not found.error_lines:
                 self._check_model(found.model)
         except (NotFound, Damaged):
@@ -189,30 +150,26 @@ class BatchRun:
 
     def _check_model(self, name: str) -> None:
         """Raises ApiError."""
-        find_model(self._principal(), self._parts.directory, name)
-
-    def _principal(self) -> Principal:
-        """Raises ApiError where the key cannot be used any more."""
-        parts = self._parts
-        found = principal_of_key(parts.directory, self.batch.key_id, parts.now_at())
-        if found is None or found.tenant_id != self.batch.tenant_id:
-            raise ApiError(SERVER_ERROR, "the API key of the batch cannot be used any more")
-        return found
+        find_model(self._lines.principal(), self._parts.directory, name)
 
     # Answering.
 
     async def _answer(self) -> None:
         """Until all lines are answered, or nothing more is to be begun."""
-        running: set[asyncio.Task[_Result | None]] = set()
+        running: set[asyncio.Task[LineResult | None]] = set()
         left = self._unanswered()
         has_more = True
         try:
-            while not self._is_halted and not self._is_late:
+            while (
+                not self._lines.is_cancelled and not self._lines.is_lost and not self._lines.is_late
+            ):
+                if self._lines.is_stopping:
+                    has_more = False
                 while has_more and len(running) < self._parts.num_lines:
                     found = await self._write(lambda: next(left, None))
                     has_more = found is not None
                     if found is not None:
-                        running.add(asyncio.create_task(self._line(*found)))
+                        running.add(asyncio.create_task(self._lines.answer(*found)))
                 if not running:
                     break
                 running = await self._some(running)
@@ -222,22 +179,18 @@ class BatchRun:
             await self._move("in_progress", ends_as="failed", error_lines=_gone())
         finally:
             left.close()
-            self._abort()
+            self._lines.break_off()
             if running:
                 await asyncio.wait(running)
                 self._take(running)
-        if self._is_lost:
+        if self._lines.is_lost:
             raise BatchLost(self.batch.id)
         await self._commit()
-        if self._is_late and not self._is_halted and not self.batch.ends_as:
+        if self._lines.is_late and not self._lines.is_halted and not self.batch.ends_as:
             try:
                 await self._expire()
             except (NotFound, Damaged):
                 await self._move("in_progress", ends_as="failed", error_lines=_gone())
-
-    @property
-    def _is_late(self) -> bool:
-        return self._parts.now_at() >= self.batch.expires_at
 
     def _unanswered(self) -> Generator[tuple[int, bytes], None, None]:
         """Indexes and lines without a bit. In a thread. Raises NotFound, Damaged."""
@@ -247,8 +200,8 @@ class BatchRun:
                 yield index, data
 
     async def _some(
-        self, running: set[asyncio.Task[_Result | None]]
-    ) -> set[asyncio.Task[_Result | None]]:
+        self, running: set[asyncio.Task[LineResult | None]]
+    ) -> set[asyncio.Task[LineResult | None]]:
         """Wait for some. Returns the others."""
         done, others = await asyncio.wait(
             running, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED
@@ -256,7 +209,7 @@ class BatchRun:
         self._take(done)
         return others
 
-    def _take(self, done: set[asyncio.Task[_Result | None]]) -> None:
+    def _take(self, done: set[asyncio.Task[LineResult | None]]) -> None:
         for task in done:
             result = task.result()
             if result is None:
@@ -286,89 +239,6 @@ class BatchRun:
         self._outputs, self._errors, self._num_bytes = [], [], 0
         self._committed_s = self._parts.now_s()
 
-    async def _line(self, index: int, data: bytes) -> _Result | None:
-        """None where it was broken off."""
-        line, request_id = read_line(data), line_id(self.batch.id, index)
-        pause_s = 1.0
-        while not self._is_halted and not self._is_late:
-            try:
-                body = await self._ask(index, request_id, bytes(line.body))
-            except ClientGone:
-                return None
-            except ApiError as error:
-                if error.kind not in PASSING:
-                    refused = refused_line(line.custom_id, request_id, error)
-                    return _Result(index, True, refused)
-                await self._pause(min(max(pause_s, error.retry_after_s or 0.0), MOST_PAUSE_S))
-                pause_s *= 2
-            else:
-                if body is None:
-                    return None
-                return _Result(index, False, answered_line(line.custom_id, request_id, body))
-        return None
-
-    async def _ask(self, index: int, request_id: str, body: bytes) -> bytes | None:
-        """The answer. None where the key is gone. Raises ApiError, ClientGone."""
-        try:
-            principal = self._principal()
-        except ApiError:
-            log.warning("batch %s is cancelled, its key cannot be used", self.batch.id)
-            self._is_cancelled = True
-            self._abort()
-            return None
-
-        async def receive_body() -> bytes:
-            return body
-
-        def when_gone(abort: Callable[[], None]) -> None:
-            if self._is_halted:
-                abort()
-            else:
-                self._aborts.setdefault(index, []).append(abort)
-
-        kind, dialect = ENDPOINTS[self.batch.endpoint]
-        call = Call(
-            kind=kind,
-            headers=_NO_HEADERS,
-            client="",
-            receive_body=receive_body,
-            http_id=request_id,
-            arrived_s=self._parts.now_s(),
-            when_gone=when_gone,
-            principal=principal,
-            dialect=dialect,
-        )
-        try:
-            answer = await self._parts.run(call)
-            assert isinstance(answer, JsonAnswer)
-            try:
-                return b"".join(answer.parts)
-            finally:
-                answer.close()
-        except ClientGone:
-            raise
-        except ApiError as error:
-            raise DIALECTS.get(dialect or kind, CHAT).renamed(error) from error
-        except Exception as error:
-            log.exception("line %d of batch %s failed", index + 1, self.batch.id)
-            message = f"internal server error: report it with the request id {request_id}"
-            raise ApiError(SERVER_ERROR, message) from error
-        finally:
-            self._aborts.pop(index, None)
-
-    async def _pause(self, most_s: float) -> None:
-        """Shorter where nothing more is to be begun."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(most_s):
-                await self._halted.wait()
-
-    def _abort(self) -> None:
-        self._halted.set()
-        aborts, self._aborts = self._aborts, {}
-        for several in aborts.values():
-            for abort in several:
-                abort()
-
     async def _expire(self) -> None:
         """What is left is told to have expired. Raises BatchLost."""
         left = self._unanswered()
@@ -389,7 +259,7 @@ class BatchRun:
     async def _finalize(self) -> None:
         """Raises BatchLost."""
         parts, now_at = self._parts, self._parts.now_at()
-        if self._is_cancelled or self.batch.state == "cancelling":
+        if self._lines.is_cancelled or self.batch.state == "cancelling":
             ends_as = "cancelled"
         else:
             ends_as = self.batch.ends_as or "completed"
@@ -408,7 +278,8 @@ class BatchRun:
                     made.append((writer, self._file(purpose, now_at)))
                     pieces = parts.store.segment_pieces(own)
                     while await self._write(partial(_copy, pieces, writer)):
-                        pass
+                        if self._lines.is_stopping:
+                            raise _Stopped
             values: dict[str, Any] = {"state": ends_as, "ended_at": parts.now_at(), **ids}
             finish = partial(parts.store.finish, self.batch, self._token, made, **values)
             await self._write(finish)
@@ -445,13 +316,13 @@ class BatchRun:
     async def _look(self) -> None:
         """Say that it is held, and hear whether it was cancelled."""
         beat = partial(self._parts.store.beat, self.batch.id, self._token, self._parts.now_at())
-        state = await self._write(beat)
-        self._is_lost = self._is_lost or state is None
+        state = await self._parts.beats.write(beat)
+        self._lines.is_lost = self._lines.is_lost or state is None
         if state == "cancelling":
-            self._is_cancelled = True
+            self._lines.is_cancelled = True
             self.batch = replace(self.batch, state=state)
-        if self._is_lost or self._is_cancelled:
-            self._abort()
+        if self._lines.is_lost or self._lines.is_cancelled:
+            self._lines.break_off()
 
     async def _release(self) -> None:
         try:
@@ -467,8 +338,7 @@ def _copy(pieces: Iterator[bytes], writer: Any) -> bool:
 
 
 def _faulty(code: str, message: str) -> CheckedInput:
-    line = {"code": code, "line": None, "message": message, "param": None}
-    return CheckedInput(error_lines=[line])
+    return CheckedInput(error_lines=[error_line(None, WrongLine(code, message))])
 
 
 def _gone() -> list[dict[str, Any]]:

@@ -5,23 +5,31 @@ and one that was silent for LOST_S has lost it. What an earlier life of the same
 free at once: a token begins with what names the process in all its lives. The first look comes when
 the ledger has closed what an earlier life left open, so that a line is not made again while its
 first time is still being posted.
+
+Of one tenant a quarter of the batches run at a time, and the next one is of the tenant that has the
+fewest running in all processes: nobody's batches keep those of others waiting.
 """
 
 import asyncio
 import hashlib
 import logging
+import math
 import secrets
+from collections import Counter
 from functools import partial
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.batches.batch_run import BatchParts, BatchRun
+from gateway.batches.batch_lines import BatchParts
+from gateway.batches.batch_run import BatchRun
 from registry.state.batches import BatchRecord
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 LOST_S = 30.0
+BREAK_OFF_S = 10.0
+"""How long what is broken off may take to be written."""
 
 
 class BatchRunner:
@@ -54,15 +62,24 @@ class BatchRunner:
         """There is a new batch."""
         self._is_called.set()
 
-    async def close(self) -> None:
-        """Break off what runs; another process, or the next life of this one, goes on with it."""
+    async def close(self, timeout_s: float) -> None:
+        """Begin nothing more, and let lines that run end, for at most so long; then break them off.
+        Another process, or the next life of this one, goes on with the rest."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
         for run in self._running.values():
             run.stop()
         if self._tasks:
-            await asyncio.wait(self._tasks)
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        for run in self._running.values():
+            run.break_off()
+        if self._tasks:
+            _, hung = await asyncio.wait(self._tasks, timeout=BREAK_OFF_S)
+            for task in hung:
+                task.cancel()
+            await asyncio.gather(*hung, return_exceptions=True)
+        await asyncio.to_thread(self._parts.beats.close)
 
     async def _look_for_ever(self) -> None:
         await asyncio.sleep(self._first_look_s)
@@ -89,7 +106,8 @@ class BatchRunner:
         self._has_looked = True
         while len(self._running) < self._max_running:
             token, now_at = self._prefix + secrets.token_hex(16), parts.now_at()
-            claim = partial(parts.store.claim, token, now_at, now_at - LOST_S, list(self._running))
+            without = list(self._running), self._full_tenants()
+            claim = partial(parts.store.claim, token, now_at, now_at - LOST_S, *without)
             batch: BatchRecord | None = await parts.threads.write(claim)
             if batch is None:
                 return
@@ -98,6 +116,12 @@ class BatchRunner:
             task = asyncio.create_task(self._run(run))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _full_tenants(self) -> list[str]:
+        """Those that have as many batches running here as one tenant may: a quarter."""
+        counts = Counter(run.batch.tenant_id for run in self._running.values())
+        most = math.ceil(self._max_running / 4)
+        return [tenant_id for tenant_id, num in counts.items() if num >= most]
 
     async def _run(self, run: BatchRun) -> None:
         try:

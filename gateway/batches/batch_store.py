@@ -37,10 +37,10 @@ class BatchStore:
         self._engine = store.engine
         self._objects = store.objects
 
-    def create(self, record: BatchRecord, max_active: int) -> bool:
-        """False where its tenant has so many that have not ended."""
+    def create(self, record: BatchRecord, max_active: int, max_ended: int) -> bool:
+        """See batches.add."""
         with appending(self._engine, ACTOR) as session:
-            return batches.add(session, record, max_active)
+            return batches.add(session, record, max_active, max_ended)
 
     def get(self, viewer: FileViewer, batch_id: str) -> BatchRecord:
         """One batch."""
@@ -58,15 +58,27 @@ class BatchStore:
             return batches.cancel(session, viewer, batch_id, viewer.now_at)
 
     def claim(
-        self, token: str, now_at: float, lost_at: float, without: Collection[str]
+        self,
+        token: str,
+        now_at: float,
+        lost_at: float,
+        without: Collection[str],
+        without_tenants: Collection[str],
     ) -> BatchRecord | None:
         """See batches.claim."""
         with reading(self._engine) as session:  # most looks find nothing, and write nothing
-            has_free = batches.has_free(session, lost_at, without)
+            has_free = batches.has_free(session, lost_at, without, without_tenants)
         if not has_free:
             return None
         with appending(self._engine, ACTOR) as session:
-            return batches.claim(session, token, now_at, lost_at=lost_at, without=without)
+            return batches.claim(
+                session,
+                token,
+                now_at,
+                lost_at=lost_at,
+                without=without,
+                without_tenants=without_tenants,
+            )
 
     def beat(self, batch_id: str, token: str, now_at: float) -> BatchState | None:
         """See batches.beat."""

@@ -15,8 +15,8 @@ from gateway.api.bodies import decode_body, invalid, unsupported
 from gateway.api.wire import small_field
 from gateway.auth.directory import Directory
 from gateway.batches.batch_input import ENDPOINTS
+from gateway.batches.batch_lines import BatchParts
 from gateway.batches.batch_output import batch_object
-from gateway.batches.batch_run import BatchParts
 from gateway.batches.batch_runner import BatchRunner
 from gateway.batches.batch_store import BatchStore
 from gateway.errors import INSUFFICIENT_QUOTA, NOT_FOUND, ApiError
@@ -25,6 +25,7 @@ from gateway.files.file_fields import BATCH, expires_in
 from gateway.files.files_service import FilesService
 from gateway.files.uploads_service import ExpiresAfter
 from gateway.settings.settings import Settings
+from gateway.state.state_threads import StateThreads
 from gateway.types import Answer, Call, Principal
 from registry.state.batches import BatchRecord
 
@@ -57,20 +58,21 @@ class BatchesService:
     """One object per gateway process. All that is asked for a `principal` raises ApiError."""
 
     def __init__(
-        self, access: FileAccess, store: BatchStore, runner: BatchRunner, max_batches: int
+        self, access: FileAccess, store: BatchStore, runner: BatchRunner, settings: Settings
     ) -> None:
         self._access = access
         self._store = store
         self._runner = runner
-        self._max_batches = max_batches
+        self._max_batches = settings.max_batches
+        self._max_ended = settings.max_ended_batches
 
     def start(self) -> None:
         """Before requests come."""
         self._runner.start()
 
-    async def close(self) -> None:
-        """When no more requests come."""
-        await self._runner.close()
+    async def close(self, timeout_s: float) -> None:
+        """When no more requests come: lines that run may end within the time."""
+        await self._runner.close(timeout_s)
 
     async def create(self, principal: Principal, body: bytes) -> bytes:
         """A new batch, which is validated next."""
@@ -99,7 +101,7 @@ class BatchesService:
             file = access.store.get(viewer, asked.input_file_id)
             if file.purpose != BATCH:
                 return None
-            return self._store.create(record, self._max_batches)
+            return self._store.create(record, self._max_batches, self._max_ended)
 
         made = await access.read(principal, "file", asked.input_file_id, create)
         if made is None:
@@ -176,6 +178,7 @@ def build_batches(
     parts = BatchParts(
         store,
         access.threads,
+        StateThreads(1, 1, "batches"),
         run,
         directory,
         settings.max_body_bytes,
@@ -186,4 +189,4 @@ def build_batches(
     )
     first_look_s = settings.ledger_recovery_wait_s + RECOVERY_MARGIN_S
     runner = BatchRunner(parts, owner, settings.max_batches_running, first_look_s)
-    return BatchesService(access, store, runner, settings.max_batches)
+    return BatchesService(access, store, runner, settings)

@@ -56,7 +56,7 @@ def renamed(error: ApiError, names: Names) -> ApiError:
     if param == (error.param or "") and not any(p.match(param) for p, _ in names):
         return error
     message = _replaced(error.message, names)
-    return ApiError(error.kind, message, param or None, error.retry_after_s)
+    return ApiError(error.kind, message, param or None, error.retry_after_s, error.is_final)
 
 
 def _replaced(text: str, names: Names) -> str:

@@ -358,12 +358,13 @@ def _error(refusal: Refusal, headers: MutableMapping[str, str]) -> ApiError:
     """As clients see it. Where waiting does not help, `x-should-retry` says so."""
     if refusal.is_unknown:
         return ApiError(UNAVAILABLE, _UNKNOWN, retry_after_s=refusal.wait_s)
+    is_final = refusal.wait_s is None
     if refusal.draw.meter == "cost":
         headers["x-should-retry"] = "false"
-        return ApiError(INSUFFICIENT_QUOTA, _explain_budget(refusal))
+        return ApiError(INSUFFICIENT_QUOTA, _explain_budget(refusal), is_final=is_final)
     if refusal.wait_s is None or refusal.wait_s > LONGEST_RETRY_S:
         headers["x-should-retry"] = "false"
-    return ApiError(RATE_LIMITED, _explain(refusal), retry_after_s=refusal.wait_s)
+    return ApiError(RATE_LIMITED, _explain(refusal), None, refusal.wait_s, is_final)
 
 
 def _explain_budget(refusal: Refusal) -> str:

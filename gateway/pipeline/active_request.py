@@ -24,6 +24,8 @@ cut it short. The table of outcomes:
                    before all rows                                                   but the request
                                                                                      if it left or
                                                                                      its time was up
+                   it is made again under the same id       none                     given back
+                   (`Call.is_repeated`), and did not finish
 
 What was sent before our time limit is billed, or whoever asks for more than the limit allows would
 have it for nothing. A request has one outcome: finished where all parts are, and where one fails
@@ -315,7 +317,9 @@ class ActiveRequest:
             self.open()
         ending = self._outcome(await parts.end())
         keeps_request = ending.outcome is None and (self.is_gone or self._is_late)
-        if ending.outcome is not None and not await self._is_open():
+        is_again = self.call.is_repeated and not self._is_late
+        is_void = is_again and ending.outcome != "finished"
+        if is_void or (ending.outcome is not None and not await self._is_open()):
             ending = msgspec.structs.replace(ending, outcome=None)
         # Once for both: budgets count it in the period in which it is posted.
         ended_at, duration_s = self._clocks.now_at(), self._clocks.now_s() - self.call.arrived_s

@@ -78,8 +78,7 @@ class Edge:
 
     async def close(self, timeout_s: float) -> None:
         """At shutdown, when no more requests come: let what has ended be posted."""
-        await self.responses.close(timeout_s)
-        await self.batches.close()
+        await asyncio.gather(self.responses.close(timeout_s), self.batches.close(timeout_s))
         await self.files.close()
         await self.pipeline.drain(timeout_s)
         self.preparer.close()

@@ -120,10 +120,16 @@ class FileSettings:
         "insufficient_quota.",
         ge=0,
     )
+    max_ended_batches: int = setting(
+        1000,
+        "Maximum number of a tenant's batches that have ended and are remembered. A new one makes "
+        "the oldest beyond it forgotten; output files stay.",
+        ge=1,
+    )
     max_batches_running: int = setting(
         4,
-        "Maximum number of batches that each gateway process runs at the same time. 0: none; they "
-        "wait.",
+        "Maximum number of batches that each gateway process runs at the same time, a quarter of "
+        "it of one tenant. 0: none; they wait.",
         ge=0,
     )
     batch_lines: int = setting(

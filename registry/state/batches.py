@@ -30,7 +30,7 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.orm import Mapped, Session, mapped_column
+from sqlalchemy.orm import Mapped, Session, aliased, mapped_column
 
 from registry.base import Base, Count, Id, Instant, Name, OptionalInstant, record_of
 from registry.errors import NotFound
@@ -152,11 +152,16 @@ _SEGMENT_NAMES = tuple(SegmentRecord.__dataclass_fields__)
 _SEGMENT_COLUMNS = tuple(getattr(BatchSegment, name) for name in _SEGMENT_NAMES)
 
 
-def add(session: Session, record: BatchRecord, max_active: int) -> bool:
-    """Store a row. False, changing nothing, where its tenant has so many that have not ended."""
-    mine = _table.tenant_id == record.tenant_id, _table.state.in_(ACTIVE)
-    if (session.execute(select(func.count()).where(*mine)).scalar() or 0) >= max_active:
+def add(session: Session, record: BatchRecord, max_active: int, max_ended: int) -> bool:
+    """Store a row, and forget the tenant's oldest that have ended, beyond so many. False, changing
+    nothing, where its tenant has so many that have not ended."""
+    mine = _table.tenant_id == record.tenant_id
+    active = select(func.count()).where(mine, _table.state.in_(ACTIVE))
+    if (session.execute(active).scalar() or 0) >= max_active:
         return False
+    ended = select(_table.id).where(mine, _table.state.in_(ENDED))
+    old = ended.order_by(_table.created_at.desc(), _table.id.desc()).offset(max_ended)
+    session.execute(delete(_table).where(_table.id.in_(old)))
     values = {name: getattr(record, name) for name in _NAMES}
     session.execute(insert(_table).values(values))
     return True
@@ -210,12 +215,23 @@ def cancel(session: Session, viewer: FileViewer, batch_id: str, now_at: float) -
 
 
 def claim(
-    session: Session, token: str, now_at: float, *, lost_at: float, without: Collection[str]
+    session: Session,
+    token: str,
+    now_at: float,
+    *,
+    lost_at: float,
+    without: Collection[str],
+    without_tenants: Collection[str] = (),
 ) -> BatchRecord | None:
-    """The oldest batch that has not ended, that nobody has said to hold since `lost_at`, and that
-    is not one of `without`, becomes this token's. None: there is none."""
-    free = _free(lost_at, without)
-    query = select(_table.id).where(*free).order_by(_table.created_at).limit(1)
+    """A batch that has not ended, that nobody has said to hold since `lost_at`, and that is not one
+    of `without`, nor of one of these tenants, becomes this token's: the oldest of the tenant of
+    which the fewest are held. None: there is none."""
+    free = _free(lost_at, without, without_tenants)
+    held = aliased(_table)
+    of_tenant = held.tenant_id == _table.tenant_id, held.state.in_(ACTIVE)
+    num_held = select(func.count()).where(*of_tenant, held.heartbeat_at >= lost_at)
+    order = num_held.correlate(_table).scalar_subquery(), _table.created_at
+    query = select(_table.id).where(*free).order_by(*order).limit(1)
     batch_id = session.execute(query).scalar()
     if batch_id is None:
         return None
@@ -225,9 +241,14 @@ def claim(
     return None if row is None else record_of(BatchRecord, row)
 
 
-def has_free(session: Session, lost_at: float, without: Collection[str]) -> bool:
+def has_free(
+    session: Session,
+    lost_at: float,
+    without: Collection[str],
+    without_tenants: Collection[str] = (),
+) -> bool:
     """Whether there is anything for `claim`."""
-    query = select(_table.id).where(*_free(lost_at, without)).limit(1)
+    query = select(_table.id).where(*_free(lost_at, without, without_tenants)).limit(1)
     return session.execute(query).first() is not None
 
 
@@ -300,11 +321,14 @@ def _visible(viewer: FileViewer) -> tuple[ColumnElement[bool], ...]:
     return _table.tenant_id == viewer.tenant_id, _table.created_at >= viewer.since_at
 
 
-def _free(lost_at: float, without: Collection[str]) -> tuple[ColumnElement[bool], ...]:
+def _free(
+    lost_at: float, without: Collection[str], without_tenants: Collection[str]
+) -> tuple[ColumnElement[bool], ...]:
     return (
         _table.state.in_(ACTIVE),
         or_(_table.heartbeat_at.is_(None), _table.heartbeat_at < lost_at),
         _table.id.not_in(without),
+        _table.tenant_id.not_in(without_tenants),
     )
 
 

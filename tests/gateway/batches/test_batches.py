@@ -2,21 +2,24 @@
 
 import asyncio
 import json
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from gateway.batches import batch_run, batches_service
+from gateway.batches.batch_input import MAX_LINES, MAX_MESSAGE_CHARS, InputCheck
 from gateway.batches.batch_output import line_id
 from gateway.batches.batch_store import BatchStore
-from gateway.errors import QUEUE_FULL, ApiError
-from registry.session import make_engine, writing
+from gateway.errors import MODEL_NOT_FOUND, QUEUE_FULL, ApiError
+from registry.accounts.quotas import Limits
+from registry.session import make_engine, reading, writing
 from registry.state.batches import Batch
 from tests.gateway.batches.conftest import batch_kit
 from tests.gateway.edge_kit import KEY, Client, Kit, Running, client_of, silent, until
@@ -44,26 +47,28 @@ def jsonl(lines: Iterable[Any]) -> bytes:
     return "\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines).encode()
 
 
-async def begun(client: Client, lines: Iterable[Any], **fields: Any) -> dict[str, Any]:
-    file = await send(client, jsonl(lines))
+async def begun(
+    client: Client, lines: Iterable[Any], key: str = KEY, **fields: Any
+) -> dict[str, Any]:
+    file = await send(client, jsonl(lines), key)
     asked = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h", **fields}
-    status, batch = await call(client, "POST", ALL, json=asked)
+    status, batch = await call(client, "POST", ALL, key, json=asked)
     assert (status, batch["status"]) == (200, "validating"), batch
     found: dict[str, Any] = batch
     return found
 
 
-async def shown(client: Client, batch_id: str) -> dict[str, Any]:
-    status, batch = await call(client, "GET", f"{ALL}/{batch_id}")
+async def shown(client: Client, batch_id: str, key: str = KEY) -> dict[str, Any]:
+    status, batch = await call(client, "GET", f"{ALL}/{batch_id}", key)
     assert status == 200, batch
     found: dict[str, Any] = batch
     return found
 
 
-async def ended(client: Client, batch_id: str) -> dict[str, Any]:
+async def ended(client: Client, batch_id: str, key: str = KEY) -> dict[str, Any]:
     async with asyncio.timeout(20):
         while True:
-            batch = await shown(client, batch_id)
+            batch = await shown(client, batch_id, key)
             if batch["status"] in ("completed", "failed", "expired", "cancelled"):
                 return batch
             await asyncio.sleep(0.02)
@@ -135,6 +140,7 @@ async def test_a_batch_is_answered_line_by_line(kit: Kit, client: Client) -> Non
         ([line("a", body=[])], "invalid_request", 1, "body"),
         ([line("a", body={"model": "none"})], "model_not_found", None, None),
         (["\n", " "], "empty_file", None, None),
+        ([line("a", body={"model": "m" * 129})], "model_not_found", 1, "model"),
     ],
 )
 async def test_a_wrong_file_is_no_batch(
@@ -145,6 +151,110 @@ async def test_a_wrong_file_is_no_batch(
     [error] = batch["errors"]["data"]
     assert (error["code"], error["line"], error["param"]) == (code, number, param), error
     assert kit.dispatcher.requests == []
+
+
+async def test_a_file_of_empty_lines_is_not_read_to_its_end(kit: Kit, client: Client) -> None:
+    batch = await ended(client, (await begun(client, ["\n" * (MAX_LINES + 1)]))["id"])
+    assert batch["errors"]["data"][0]["code"] == "too_many_empty_lines"
+    read = 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal read
+        while True:
+            read += 1
+            yield b"\n" * 10_000
+
+    check = InputCheck(pieces(), 100, CHATS)
+    num_steps = 1
+    while check.step():
+        num_steps += 1
+    assert num_steps == read == MAX_LINES // 10_000 + 1, "a step reads a piece"
+
+
+async def test_heartbeats_do_not_wait_for_files(tmp_path: Path) -> None:
+    kit = batch_kit(tmp_path, file_threads=1)
+    kit.dispatcher.script = silent
+    engine = make_engine(kit.edge.services.settings.registry_url)
+
+    def beat_at() -> float:
+        with reading(engine) as session:
+            return session.scalars(select(Batch.heartbeat_at)).one() or 0.0
+
+    async with client_of(kit) as client:
+        batch = await begun(client, [line("a")])
+        running = await kit.begun()
+        is_over, threads = threading.Event(), kit.edge.batches._runner._parts.threads
+        busy = asyncio.create_task(threads.write(is_over.wait))
+        last_at = beat_at()
+        await until(lambda: beat_at() > last_at)
+        assert not busy.done()
+        is_over.set()
+        kit.speak("The game")(running)
+        await ended(client, batch["id"])
+    engine.dispose()
+
+
+@pytest.mark.parametrize("state", ["validating", "finalizing"])
+async def test_a_stop_does_not_wait_for_a_long_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """Of a file that has no end, read or written."""
+    kit = batch_kit(tmp_path)
+    speak_back(kit)
+
+    def pieces(*_: object) -> Iterator[bytes]:
+        while True:
+            yield b"x"
+
+    name = "input_pieces" if state == "validating" else "segment_pieces"
+    monkeypatch.setattr(BatchStore, name, pieces)
+    engine = make_engine(kit.edge.services.settings.registry_url)
+    async with client_of(kit) as client:
+        batch = await begun(client, [line("a")])
+        async with asyncio.timeout(5):
+            while (await shown(client, batch["id"]))["status"] != state:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await until(lambda: kit.edge.batches._runner._running != {})
+    with reading(engine) as session:
+        assert session.execute(select(Batch.state, Batch.heartbeat_at)).one() == (state, None)
+    engine.dispose()
+
+
+async def test_long_errors_are_cut(
+    kit: Kit, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ApiError(MODEL_NOT_FOUND, "x" * 10_000)
+
+    monkeypatch.setattr(batch_run, "find_model", refuse)
+    batch = await ended(client, (await begun(client, [line("a")]))["id"])
+    assert batch["errors"]["data"][0]["message"] == "x" * MAX_MESSAGE_CHARS
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+async def test_what_a_stop_breaks_off_is_not_posted(tmp_path: Path, has_time: bool) -> None:
+    """Lines that run may end; those that do not are made again, under the same id."""
+    kit = batch_kit(tmp_path, batch_lines=2)
+    kit.dispatcher.script = lambda running: running.say(kit.ids("The"))
+    async with client_of(kit) as client:
+        batch = await begun(client, [line(f"id-{n}") for n in range(5)])
+        await until(lambda: len(kit.dispatcher.requests) == 2)
+        [run] = kit.edge.batches._runner._running.values()
+        closing = asyncio.create_task(kit.edge.batches.close(5.0 if has_time else 0.0))
+        await until(lambda: run._lines.is_stopping)
+        for running in kit.dispatcher.requests if has_time else ():
+            running.say([kit.end_id])
+            running.end("stop")
+        await closing
+        found = await shown(client, batch["id"])
+        num_answered = 2 if has_time else 0
+        assert (found["status"], found["request_counts"]["completed"]) == (
+            "in_progress",
+            num_answered,
+        )
+        assert [running.aborted for running in kit.dispatcher.requests] == [not has_time] * 2
+        await until(lambda: len(kit.ledger.posted) + len(kit.ledger.voided) == 2)
+        assert [posting.outcome for posting in kit.ledger.posted] == ["finished"] * num_answered
 
 
 async def test_what_a_batch_is_made_of_is_checked(kit: Kit, client: Client) -> None:
@@ -206,6 +316,8 @@ async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None
     def some(running: Running) -> None:
         if len(kit.dispatcher.requests) <= 3:
             kit.speak("The game", one_by_one=False)(running)
+        else:
+            running.say(kit.ids("The"))
 
     kit.dispatcher.script = some
     async with client_of(kit) as client:
@@ -220,6 +332,8 @@ async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None
         assert [running.aborted for running in kit.dispatcher.requests[3:]] == [True, True]
         again = await call(client, "POST", f"{ALL}/{batch['id']}/cancel")
         assert again == (200, done), "it has ended"
+        outcomes = Counter(posting.outcome for posting in kit.ledger.posted)
+        assert outcomes == {"finished": 3, "disconnected": 2}, "what was broken off is billed"
 
 
 async def test_lines_whose_time_is_up_expire(
@@ -233,7 +347,7 @@ async def test_lines_whose_time_is_up_expire(
         kit.speak("The game")(kit.dispatcher.requests[0])
         await until(lambda: len(kit.dispatcher.requests) == 3)
         [run] = kit.edge.batches._runner._running.values()
-        run.batch = replace(run.batch, expires_at=0.0)
+        run.batch = run._lines._batch = replace(run.batch, expires_at=0.0)
         done = await ended(client, batch["id"])
         assert done["status"] == "expired"
         assert done["request_counts"] == {"total": 5, "completed": 1, "failed": 4}
@@ -251,6 +365,36 @@ async def test_refusals_that_pass_are_waited_for(kit: Kit, client: Client) -> No
     kit.dispatcher.refusal = None
     done = await ended(client, batch["id"])
     assert done["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+
+async def test_a_line_that_alone_exceeds_a_limit_is_answered(tmp_path: Path) -> None:
+    kit = batch_kit(tmp_path)
+    mine, *others = file_keys()
+    kit.use_keys(replace(mine, limits=Limits(tokens_per_minute=20)), *others)
+    async with client_of(kit) as client:
+        large = line("a")
+        large["body"]["max_tokens"] = 100
+        done = await ended(client, (await begun(client, [large]))["id"])
+        assert done["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+        error = (await lines_of(client, done["error_file_id"]))["a"]["response"]
+        assert error["status_code"] == 429
+        assert error["body"]["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_one_tenant_does_not_hold_all_that_run(tmp_path: Path) -> None:
+    kit = batch_kit(tmp_path)
+    kit.dispatcher.script = silent
+    async with client_of(kit) as client:
+        first = [await begun(client, [line("a")]) for _ in range(4)]
+        await kit.begun()
+        speak_back(kit)
+        other = await begun(client, [line("b")], OTHER_KEY)
+        assert (await ended(client, other["id"], OTHER_KEY))["status"] == "completed"
+        running = kit.edge.batches._runner._running.values()
+        assert [run.batch.tenant_id for run in running].count("ten_1") == 1
+        kit.speak("The game")(kit.dispatcher.requests[0])
+        for batch in first:
+            await ended(client, batch["id"])
 
 
 async def test_a_revoked_key_cancels_its_batch(tmp_path: Path) -> None:

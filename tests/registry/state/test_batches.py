@@ -28,9 +28,9 @@ NEW = BatchRecord(
 SEGMENT = SegmentRecord("batch_1_000001o", "batch_1", False, "ten_1/segments/a", 10)
 
 
-def add(engine: Engine, *records: BatchRecord, most: int = 10) -> list[bool]:
+def add(engine: Engine, *records: BatchRecord, most: int = 10, most_ended: int = 10) -> list[bool]:
     with appending(engine, "test") as session:
-        return [batches.add(session, each, most) for each in records]
+        return [batches.add(session, each, most, most_ended) for each in records]
 
 
 def claim(engine: Engine, token: str, now_at: float, **options: Any) -> str | None:
@@ -77,6 +77,17 @@ def test_a_tenant_has_so_many_that_have_not_ended(engine: Engine) -> None:
     assert add(engine, made[2], most=2) == [True]
 
 
+def test_the_oldest_that_have_ended_are_forgotten(engine: Engine) -> None:
+    made = [replace(NEW, id=f"batch_{n}", created_at=1000.0 + n) for n in range(5)]
+    ended = [replace(each, state="completed") for each in made[:3]]
+    other = replace(ended[0], id="batch_9", tenant_id="ten_2")
+    assert add(engine, other, *ended, made[3], made[4], most_ended=2) == [True] * 6
+    with reading(engine) as session:
+        found = batches.listed(session, VIEWER, limit=9, after="")
+        assert [each.id for each in found] == ["batch_4", "batch_3", "batch_2", "batch_1"]
+        batches.get(session, replace(VIEWER, tenant_id="ten_2"), "batch_9")
+
+
 def test_a_batch_is_held_by_one_at_a_time(engine: Engine) -> None:
     add(engine, NEW, replace(NEW, id="batch_2", created_at=1001.0))
     assert claim(engine, "one", 1000.0) == "batch_1", "the oldest"
@@ -93,6 +104,16 @@ def test_a_batch_is_held_by_one_at_a_time(engine: Engine) -> None:
         assert not batches.has_free(session, 1000.0, ["batch_1"]), "it was not his to give up"
         batches.release(session, "batch_2", "two")
         assert batches.has_free(session, 1000.0, ["batch_1"])
+
+
+def test_the_tenant_with_the_fewest_held_is_next(engine: Engine) -> None:
+    made = [replace(NEW, id=f"batch_{n}", created_at=1000.0 + n) for n in range(4)]
+    add(engine, *made[:3], replace(made[3], tenant_id="ten_2"))
+    assert claim(engine, "t", 1000.0) == "batch_0"
+    assert claim(engine, "t", 1000.0, without_tenants=["ten_2"]) == "batch_1"
+    assert claim(engine, "t", 1000.0) == "batch_3", "none of this tenant's is held yet"
+    assert claim(engine, "t", 1000.0, without_tenants=["ten_1"]) is None
+    assert claim(engine, "t", 1000.0) == "batch_2"
 
 
 def test_what_a_dead_process_held_is_free_at_once(engine: Engine) -> None:

@@ -1,0 +1,200 @@
+"""The lines of one batch as requests: a line of its file comes in, one of its output goes out.
+
+A line is a `Call` through the pipeline, with the principal of the key that made the batch. The key
+is looked up for each line: without it the batch is cancelled. Refusals that pass (limits, full
+queues, no worker) are waited for until the batch's time is up; every other one is the line's
+answer, and so is a limit that the line alone exceeds. A line is posted when it is answered, or
+broken off because its batch was cancelled; what else does not come to its end is not posted, since
+the same id is made again. Which lines run when, and what is written, is batch_run.py's.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gateway.auth.auth import principal_of_key
+from gateway.auth.directory import Directory
+from gateway.batches.batch_input import ENDPOINTS, read_line
+from gateway.batches.batch_output import answered_line, line_id, refused_line
+from gateway.batches.batch_store import BatchStore
+from gateway.dialects.by_route import DIALECTS
+from gateway.dialects.dialect import CHAT
+from gateway.errors import (
+    QUEUE_FULL,
+    RATE_LIMITED,
+    SERVER_ERROR,
+    UNAVAILABLE,
+    ApiError,
+    ClientGone,
+)
+from gateway.state.state_threads import StateThreads
+from gateway.types import Answer, Call, JsonAnswer, Principal
+from registry.state.batches import BatchRecord
+
+log = logging.getLogger(__name__)
+
+MOST_PAUSE_S = 60.0
+PASSING = (RATE_LIMITED, QUEUE_FULL, UNAVAILABLE)
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchParts:
+    """What runs of a process share. `beats`: threads of heartbeats alone, which wait for nobody's
+    files. `run`: the pipeline. `num_lines`: of one batch at a time. `expires_at(now_at, own_s)`: of
+    a file that is made now."""
+
+    store: BatchStore
+    threads: StateThreads
+    beats: StateThreads
+    run: Callable[[Call], Awaitable[Answer]]
+    directory: Directory
+    max_line_bytes: int
+    num_lines: int
+    expires_at: Callable[[float, float | None], float]
+    now_s: Callable[[], float]
+    now_at: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """What is told of the line `index`, in the error file or in the output file."""
+
+    index: int
+    is_error: bool
+    line: bytes
+
+
+class BatchLines:
+    """Of one run of a batch. `is_stopping`: this process ends; `is_lost`: another holds the batch.
+    After either, and when it is cancelled, nothing more is begun."""
+
+    def __init__(self, batch: BatchRecord, parts: BatchParts) -> None:
+        self.is_stopping = self.is_cancelled = self.is_lost = False
+        self._batch = batch
+        self._parts = parts
+        self._is_broken_off = False
+        self._halted = asyncio.Event()
+        self._calls: dict[int, Call] = {}
+        self._aborts: dict[int, list[Callable[[], None]]] = {}
+
+    @property
+    def is_halted(self) -> bool:
+        """Nothing more is to be begun."""
+        return self.is_stopping or self.is_cancelled or self.is_lost
+
+    @property
+    def is_late(self) -> bool:
+        """The batch's time is up."""
+        return self._parts.now_at() >= self._batch.expires_at
+
+    def stop(self) -> None:
+        """This process ends: begin nothing more, and let what runs end."""
+        self.is_stopping = True
+        self._halted.set()
+
+    def break_off(self) -> None:
+        """End what runs within a step. It is billed where the batch was cancelled; else it is made
+        again, or told to have expired: nothing is owed for it."""
+        self._halted.set()
+        self._is_broken_off = True
+        for call in self._calls.values():
+            call.is_repeated = not self.is_cancelled
+        aborts, self._aborts = self._aborts, {}
+        for several in aborts.values():
+            for abort in several:
+                abort()
+
+    async def pause(self, most_s: float) -> None:
+        """Shorter where nothing more is to be begun."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await self._halted.wait()
+
+    def principal(self) -> Principal:
+        """Raises ApiError where the key cannot be used any more."""
+        parts, batch = self._parts, self._batch
+        found = principal_of_key(parts.directory, batch.key_id, parts.now_at())
+        if found is None or found.tenant_id != batch.tenant_id:
+            raise ApiError(SERVER_ERROR, "the API key of the batch cannot be used any more")
+        return found
+
+    async def answer(self, index: int, data: bytes) -> LineResult | None:
+        """None where it was broken off."""
+        line, request_id = read_line(data), line_id(self._batch.id, index)
+        pause_s = 1.0
+        while not self.is_halted and not self.is_late:
+            try:
+                body = await self._ask(index, request_id, bytes(line.body))
+            except ClientGone:
+                return None
+            except ApiError as error:
+                if error.is_final or error.kind not in PASSING:
+                    refused = refused_line(line.custom_id, request_id, error)
+                    return LineResult(index, True, refused)
+                await self.pause(min(max(pause_s, error.retry_after_s or 0.0), MOST_PAUSE_S))
+                pause_s *= 2
+            else:
+                if body is None:
+                    return None
+                return LineResult(index, False, answered_line(line.custom_id, request_id, body))
+        return None
+
+    async def _ask(self, index: int, request_id: str, body: bytes) -> bytes | None:
+        """The answer. None where the key is gone. Raises ApiError, ClientGone."""
+        try:
+            principal = self.principal()
+        except ApiError:
+            self._cancel("its key cannot be used")
+            return None
+        kind, dialect = ENDPOINTS[self._batch.endpoint]
+        call = self._calls[index] = self._call(index, request_id, body, principal)
+        try:
+            answer = await self._parts.run(call)
+            assert isinstance(answer, JsonAnswer)
+            try:
+                return b"".join(answer.parts)
+            finally:
+                answer.close()
+        except ClientGone:
+            raise
+        except ApiError as error:
+            raise DIALECTS.get(dialect or kind, CHAT).renamed(error) from error
+        except Exception as error:
+            log.exception("line %d of batch %s failed", index + 1, self._batch.id)
+            message = f"internal server error: report it with the request id {request_id}"
+            raise ApiError(SERVER_ERROR, message) from error
+        finally:
+            self._aborts.pop(index, None)
+            self._calls.pop(index, None)
+
+    def _call(self, index: int, request_id: str, body: bytes, principal: Principal) -> Call:
+        async def receive_body() -> bytes:
+            return body
+
+        def when_gone(abort: Callable[[], None]) -> None:
+            if self._is_broken_off:
+                abort()
+            else:
+                self._aborts.setdefault(index, []).append(abort)
+
+        kind, dialect = ENDPOINTS[self._batch.endpoint]
+        return Call(
+            kind=kind,
+            headers=_NO_HEADERS,
+            client="",
+            receive_body=receive_body,
+            http_id=request_id,
+            arrived_s=self._parts.now_s(),
+            when_gone=when_gone,
+            principal=principal,
+            dialect=dialect,
+            is_repeated=True,
+        )
+
+    def _cancel(self, why: str) -> None:
+        log.warning("batch %s is cancelled, %s", self._batch.id, why)
+        self.is_cancelled = True
+        self.break_off()
