@@ -21,6 +21,8 @@ from gateway.errors import INVALID_REQUEST, UNSUPPORTED_MEDIA, ApiError
 FORM = b"multipart/form-data"
 MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 16
+MIN_BOUNDARY_BYTES = 8
+"""Bytes that begin like a boundary cost most where the boundary is short. Clients use 16 to 70."""
 OVERHEAD_BYTES = 65_536
 """What a form may have beside its file."""
 
@@ -47,6 +49,11 @@ class FileForm:
         if media != FORM or not boundary:
             message = "unsupported Content-Type: send the file as multipart/form-data"
             raise ApiError(UNSUPPORTED_MEDIA, message)
+        if len(boundary) < MIN_BOUNDARY_BYTES:
+            message = (
+                f"the form's boundary is shorter than {MIN_BOUNDARY_BYTES} bytes: use a longer one"
+            )
+            raise ApiError(INVALID_REQUEST, message)
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self.has_file = False
