@@ -223,6 +223,17 @@ async def test_a_short_boundary_is_refused(kit: Kit, client: Client) -> None:
     assert (status, "shorter than 8 bytes" in answer["error"]["message"]) == (400, True)
 
 
+async def test_what_a_form_has_beside_its_file_is_bounded(kit: Kit, client: Client) -> None:
+    headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+    told = []
+    for size in (65_000, 66_000):
+        body = raw(PURPOSE, FILE) + b"x" * size  # behind its end
+        told.append(await call(client, "POST", ALL, data=body, headers=headers))
+    assert [status for status, _ in told] == [200, 413]
+    assert "beside its file" in told[1][1]["error"]["message"]
+    assert usage(kit.edge.services.settings) == FileUsage(1, 4)
+
+
 async def test_the_file_may_stand_before_its_purpose(kit: Kit, client: Client) -> None:
     headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
     status, file = await call(client, "POST", ALL, data=raw(FILE, PURPOSE), headers=headers)
