@@ -172,15 +172,19 @@ def end(
 
 
 def expire(session: Session, now_at: float, *, limit: int) -> Sequence[str]:
-    """Pending uploads past their end expire, at most so many, and those that ended long ago are
-    forgotten. Returns the names of their parts' objects, for the caller to delete."""
-    late = select(_table.id).where(_table.expires_at <= now_at, _table.state == "pending")
-    names: list[str] = []
-    for upload_id in session.execute(late.limit(limit)).scalars().all():
-        names += end(session, upload_id, "expired") or ()
-        file_quota.release(session, upload_id)
+    """Pending uploads past their end expire, at most so many, but for those that somebody is at
+    work on, and those that ended long ago are forgotten. Returns the names of their parts' objects,
+    for the caller to delete. Rows are locked in the order that all others keep: uploads,
+    reservations, counts."""
     over = _table.expires_at <= now_at - KEEP_S, _table.state != "pending"
     session.execute(delete(_table).where(*over))
+    late = select(_table.id).where(_table.expires_at <= now_at, _table.state == "pending")
+    found = late.limit(limit).with_for_update(skip_locked=True)
+    ids = session.execute(found).scalars().all()
+    session.execute(update(_table).where(_table.id.in_(ids)).values(state="expired"))
+    its = delete(UploadPart).where(UploadPart.upload_id.in_(ids))
+    names = session.execute(its.returning(UploadPart.object_name)).scalars().all()
+    file_quota.release_many(session, ids)
     return names
 
 
