@@ -171,11 +171,11 @@ def end(
     return list(session.execute(its.returning(UploadPart.object_name)).scalars())
 
 
-def expire(session: Session, now_at: float, *, limit: int) -> Sequence[str]:
+def expire(session: Session, now_at: float, *, limit: int) -> tuple[int, Sequence[str]]:
     """Pending uploads past their end expire, at most so many, but for those that somebody is at
-    work on, and those that ended long ago are forgotten. Returns the names of their parts' objects,
-    for the caller to delete. Rows are locked in the order that all others keep: uploads,
-    reservations, counts."""
+    work on, and those that ended long ago are forgotten. Returns how many expired and the names of
+    their parts' objects, for the caller to delete. Rows are locked in the order that all
+    others keep: uploads, reservations, counts."""
     over = _table.expires_at <= now_at - KEEP_S, _table.state != "pending"
     session.execute(delete(_table).where(*over))
     late = select(_table.id).where(_table.expires_at <= now_at, _table.state == "pending")
@@ -185,7 +185,7 @@ def expire(session: Session, now_at: float, *, limit: int) -> Sequence[str]:
     its = delete(UploadPart).where(UploadPart.upload_id.in_(ids))
     names = session.execute(its.returning(UploadPart.object_name)).scalars().all()
     file_quota.release_many(session, ids)
-    return names
+    return len(ids), names
 
 
 def has_parts(session: Session) -> bool:

@@ -176,7 +176,7 @@ def test_the_sweeper_waits_for_nobody_who_is_at_work(engine: Engine) -> None:
     def sweep(session: Session) -> None:
         session.execute(text("SET LOCAL lock_timeout = '5s'"))
         assert file_quota.remove_expired(session, 2000.0, limit=10) == 1
-        assert uploads.expire(session, 4600.0, limit=10) == ["ten_1/parts/part_2"]
+        assert uploads.expire(session, 4600.0, limit=10) == (1, ["ten_1/parts/part_2"])
 
     for n in (1, 2):
         assert reserve(engine, f"file-{n}", 10)
@@ -248,8 +248,8 @@ def test_a_late_upload_expires_and_is_forgotten(engine: Engine) -> None:
         assert uploads.add(session, UPLOAD, BOUNDS)
         assert uploads.claim_part(session, "upload_1", 50, BOUNDS)
         assert uploads.add_part(session, part(1), 50)
-        assert uploads.expire(session, 4599.0, limit=10) == []
-        assert uploads.expire(session, 4600.0, limit=10) == ["ten_1/parts/part_1"]
+        assert uploads.expire(session, 4599.0, limit=10) == (0, [])
+        assert uploads.expire(session, 4600.0, limit=10) == (1, ["ten_1/parts/part_1"])
         assert uploads.get(session, VIEWER, "upload_1").state == "expired"
         uploads.expire(session, 4600.0 + uploads.KEEP_S, limit=10)
         with pytest.raises(NotFound):
