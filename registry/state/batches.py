@@ -34,7 +34,7 @@ from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from registry.base import Base, Count, Id, Instant, Name, OptionalInstant, record_of
 from registry.errors import NotFound
-from registry.state import responses
+from registry.state import file_quota, responses
 from registry.state.files import FileViewer
 
 BatchState: TypeAlias = Literal[
@@ -153,7 +153,9 @@ _SEGMENT_COLUMNS = tuple(getattr(BatchSegment, name) for name in _SEGMENT_NAMES)
 
 
 def add(session: Session, record: BatchRecord, max_active: int) -> bool:
-    """Store a row. False, changing nothing, where its tenant has so many that have not ended."""
+    """Store a row. False, changing nothing, where its tenant has so many that have not ended. One
+    batch of a tenant is added at a time, so that two at once do not both find room."""
+    file_quota.locked_usage(session, record.tenant_id)
     mine = _table.tenant_id == record.tenant_id, _table.state.in_(ACTIVE)
     if (session.execute(select(func.count()).where(*mine)).scalar() or 0) >= max_active:
         return False

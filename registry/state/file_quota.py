@@ -78,8 +78,7 @@ _COLUMNS = (_table.id, _table.tenant_id, _table.num_bytes, _table.expires_at)
 
 def reserve(session: Session, wanted: FileReservation, bounds: FileBounds) -> bool:
     """False, changing nothing, where the tenant may not have so much more."""
-    names = ("tenant_id", "num_files", "num_bytes")
-    insert_new(session, FileCount, "tenant_id", names, [(wanted.tenant_id, 0, 0)])
+    _ensure_count(session, wanted.tenant_id)
     if not _count(session, wanted.tenant_id, 1, wanted.num_bytes, bounds):
         return False
     values = {name: getattr(wanted, name) for name in FileReservation.__dataclass_fields__}
@@ -158,6 +157,19 @@ def usage(session: Session, tenant_id: str) -> FileUsage:
     query = select(FileCount.num_files, FileCount.num_bytes)
     row = session.execute(query.where(FileCount.tenant_id == tenant_id)).one_or_none()
     return FileUsage() if row is None else record_of(FileUsage, row)
+
+
+def locked_usage(session: Session, tenant_id: str) -> FileUsage:
+    """As `usage`. Until this transaction ends nobody else changes it, or gets it by this."""
+    _ensure_count(session, tenant_id)
+    query = select(FileCount.num_files, FileCount.num_bytes)
+    mine = query.where(FileCount.tenant_id == tenant_id).with_for_update()
+    return record_of(FileUsage, session.execute(mine).one())
+
+
+def _ensure_count(session: Session, tenant_id: str) -> None:
+    names = ("tenant_id", "num_files", "num_bytes")
+    insert_new(session, FileCount, "tenant_id", names, [(tenant_id, 0, 0)])
 
 
 def _taken(session: Session, reservation_id: str) -> FileReservation | None:

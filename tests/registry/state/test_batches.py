@@ -1,10 +1,11 @@
 """Rows of batches, on both databases: whose they are, who holds one, what a segment changes."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from registry.errors import NotFound
 from registry.session import appending, reading
@@ -75,6 +76,21 @@ def test_a_tenant_has_so_many_that_have_not_ended(engine: Engine) -> None:
         batches.claim(session, "t", 1000.0, lost_at=0.0, without=["batch_1", "batch_9"])
         assert batches.change(session, "batch_0", "t", batches.ACTIVE, state="failed")
     assert add(engine, made[2], most=2) == [True]
+
+
+def test_two_at_once_are_not_more_than_the_maximum(engine: Engine) -> None:
+    """The second waits for the first one's transaction, and counts it."""
+    with ThreadPoolExecutor(1) as threads:
+        with appending(engine, "test") as session:
+            assert batches.add(session, NEW, 1)
+            session.flush()
+            second = threads.submit(add, engine, replace(NEW, id="batch_2"), most=1)
+            waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            while engine.dialect.name == "postgresql" and not second.done():
+                with engine.connect() as watching:
+                    if watching.scalar(waiting):
+                        break
+        assert second.result(30) == [False]
 
 
 def test_a_batch_is_held_by_one_at_a_time(engine: Engine) -> None:
