@@ -1,8 +1,9 @@
 """/v1/batches: files of requests that are answered within a day.
 
 Comes in: whose key it is, and a body or query. Goes out: OpenAI's objects as JSON. The file is one
-of purpose `batch` (gateway/files/); what comes of it is batch_run.py's. Whose a batch is, is the
-rule of files: the tenant's, and not older than files are kept.
+of purpose `batch` (gateway/files/), so whoever makes a batch needs the scope `files` too; what
+comes of it is batch_run.py's. Whose a batch is, is the rule of files: the tenant's, and not older
+than files are kept. A key bound to models sees batches of these and its own.
 """
 
 import secrets
@@ -19,13 +20,14 @@ from gateway.batches.batch_output import batch_object
 from gateway.batches.batch_run import BatchParts
 from gateway.batches.batch_runner import BatchRunner
 from gateway.batches.batch_store import BatchStore
-from gateway.errors import INSUFFICIENT_QUOTA, NOT_FOUND, ApiError
+from gateway.errors import FORBIDDEN, INSUFFICIENT_QUOTA, NOT_FOUND, ApiError
 from gateway.files.file_access import FileAccess
 from gateway.files.file_fields import BATCH, expires_in
 from gateway.files.files_service import FilesService
 from gateway.files.uploads_service import ExpiresAfter
 from gateway.settings.settings import Settings
 from gateway.types import Answer, Call, Principal
+from registry.accounts.key_terms import FILES, allows
 from registry.state.batches import BatchRecord
 
 ID_PREFIX = "batch_"
@@ -76,6 +78,9 @@ class BatchesService:
         """A new batch, which is validated next."""
         access, asked = self._access, decode_body(_decoder, body)
         access.check_keeps(principal)
+        if not allows(principal.scopes, FILES):
+            message = f"this API key does not have the scope {FILES!r}, which the input file needs"
+            raise ApiError(FORBIDDEN, f"{message}: use a key that has it", "input_file_id")
         if asked.endpoint not in ENDPOINTS:
             message = f"endpoint must be one of {', '.join(ENDPOINTS)}"
             raise invalid("endpoint", message)

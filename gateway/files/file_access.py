@@ -39,9 +39,9 @@ class FileAccess:
         """What a key may see now."""
         now_at = self.wall_clock()
         days = self._days(principal)
-        return FileViewer(
-            principal.tenant_id, now_at, now_at - days * DAY_S if days else float("inf")
-        )
+        since_at = now_at - days * DAY_S if days else float("inf")
+        tenant_id, key_id = principal.tenant_id, principal.key_id
+        return FileViewer(tenant_id, now_at, since_at, key_id, principal.allowed_models)
 
     def check_keeps(self, principal: Principal) -> None:
         """Raises ApiError where no files are kept for a tenant."""

@@ -12,7 +12,7 @@ bitmap of answered lines and the counts, in one transaction. So a line is in a s
 exactly if its bit is set, and whoever holds the batch next answers the others.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -298,8 +298,11 @@ def without_row(session: Session, object_names: Collection[str]) -> set[str]:
     return set(object_names) - set(session.execute(query).scalars())
 
 
-def _visible(viewer: FileViewer) -> tuple[ColumnElement[bool], ...]:
-    return _table.tenant_id == viewer.tenant_id, _table.created_at >= viewer.since_at
+def _visible(viewer: FileViewer) -> Iterable[ColumnElement[bool]]:
+    yield _table.tenant_id == viewer.tenant_id
+    yield _table.created_at >= viewer.since_at
+    if viewer.models is not None:  # a batch has no model before its file is validated
+        yield or_(_table.model.in_(viewer.models), _table.key_id == viewer.key_id)
 
 
 def _free(lost_at: float, without: Collection[str]) -> tuple[ColumnElement[bool], ...]:

@@ -19,9 +19,20 @@ from gateway.errors import QUEUE_FULL, ApiError
 from registry.session import make_engine, writing
 from registry.state.batches import Batch
 from tests.gateway.batches.conftest import batch_kit
-from tests.gateway.edge_kit import KEY, Client, Kit, Running, client_of, silent, until
+from tests.gateway.edge_kit import (
+    KEY,
+    Client,
+    Kit,
+    Running,
+    client_of,
+    key_record,
+    silent,
+    until,
+)
 from tests.gateway.files.file_kit import (
     OTHER_KEY,
+    PLAIN_KEY,
+    SCOPES,
     call,
     content,
     file_keys,
@@ -181,6 +192,38 @@ async def test_nobody_else_sees_it_and_lists_are_pages(kit: Kit, client: Client)
     for batch_id in ids:
         await call(client, "POST", f"{ALL}/{batch_id}/cancel")
         await ended(client, batch_id)
+
+
+async def test_a_key_bound_to_models_sees_batches_of_these_and_its_own(tmp_path: Path) -> None:
+    kit = batch_kit(tmp_path)
+    bound = replace(
+        key_record(PLAIN_KEY, "key_9", allowed_models=frozenset({"other"})), scopes=SCOPES
+    )
+    async with client_of(kit) as client:
+        kit.use_keys(*file_keys()[:1], bound)
+        speak_back(kit)
+        batch_id = (await begun(client, [line("a")]))["id"]
+        await ended(client, batch_id)
+        for method, path in (("GET", f"{ALL}/{batch_id}"), ("POST", f"{ALL}/{batch_id}/cancel")):
+            status, body = await call(client, method, path, PLAIN_KEY)
+            assert (status, body["error"]["code"]) == (404, "not_found")
+        assert (await call(client, "GET", ALL, PLAIN_KEY))[1]["data"] == []
+        file = await send(client, jsonl([line("a")]), PLAIN_KEY)
+        asked = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h"}
+        status, own = await call(client, "POST", ALL, PLAIN_KEY, json=asked)
+        assert (await call(client, "GET", f"{ALL}/{own['id']}", PLAIN_KEY))[0] == status == 200
+        done = await ended(client, own["id"])
+        assert done["errors"]["data"][0]["code"] == "model_not_found"
+        _, page = await call(client, "GET", ALL, PLAIN_KEY)
+        assert [each["id"] for each in page["data"]] == [own["id"]]
+
+
+async def test_who_makes_a_batch_may_read_its_file(kit: Kit, client: Client) -> None:
+    file = await send(client, jsonl([line("a")]))
+    asked = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h"}
+    status, body = await call(client, "POST", ALL, PLAIN_KEY, json=asked)
+    assert (status, body["error"]["code"]) == (403, "permission_denied")
+    assert "'files'" in body["error"]["message"]
 
 
 async def test_responses_in_a_batch_are_not_stored(kit: Kit, client: Client) -> None:

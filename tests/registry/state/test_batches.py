@@ -45,10 +45,13 @@ def test_a_batch_is_seen_by_its_tenant_alone(engine: Engine) -> None:
     assert add(engine, NEW) == [True]
     with reading(engine) as session:
         assert batches.get(session, VIEWER, "batch_1") == replace(NEW, error_lines=[])
+        bound = replace(VIEWER, key_id="key_1", models=frozenset())
+        assert batches.get(session, bound, "batch_1").key_id == "key_1"
         for viewer, batch_id in (
             (VIEWER, "batch_2"),
             (replace(VIEWER, tenant_id="ten_2"), "batch_1"),
             (replace(VIEWER, since_at=1000.5), "batch_1"),
+            (replace(VIEWER, key_id="key_2", models=frozenset()), "batch_1"),
             (VIEWER, "a\x00b"),
         ):
             with pytest.raises(NotFound):
