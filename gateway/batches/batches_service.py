@@ -23,6 +23,7 @@ from gateway.batches.batch_store import BatchStore
 from gateway.errors import FORBIDDEN, INSUFFICIENT_QUOTA, NOT_FOUND, ApiError
 from gateway.files.file_access import FileAccess
 from gateway.files.file_fields import BATCH, expires_in
+from gateway.files.file_store import QuotaReached
 from gateway.files.files_service import FilesService
 from gateway.files.uploads_service import ExpiresAfter
 from gateway.settings.settings import Settings
@@ -104,7 +105,11 @@ class BatchesService:
             file = access.store.get(viewer, asked.input_file_id)
             if file.purpose != BATCH:
                 return None
-            return self._store.create(record, self._max_batches)
+            try:
+                return self._store.create(record, self._max_batches)
+            except QuotaReached as error:
+                message = "the tenant's files have reached their quota, which outputs count in"
+                raise ApiError(INSUFFICIENT_QUOTA, f"{message}: delete some files") from error
 
         made = await access.read(principal, "file", asked.input_file_id, create)
         if made is None:

@@ -419,3 +419,25 @@ async def test_a_tenant_has_so_many_batches(tmp_path: Path) -> None:
         status, answer = await call(client, "POST", ALL, json=body)
         assert (status, answer["error"]["code"]) == (429, "insufficient_quota")
         assert batches_service.WINDOW_S == 86_400
+
+
+@pytest.mark.parametrize("quota", [{"files_quota_bytes": 1000}, {"max_files": 2}])
+async def test_no_batch_is_begun_where_outputs_have_no_room(
+    tmp_path: Path, quota: dict[str, int]
+) -> None:
+    kit = batch_kit(tmp_path, **quota)
+    speak_back(kit)
+    async with client_of(kit) as client:
+        file = await send(client, jsonl([line("a" * 64), line("b" * 64)]))
+        asked = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h"}
+        status, batch = await call(client, "POST", ALL, json=asked)
+        assert status == 200
+        done = await ended(client, batch["id"])
+        found = usage(kit.edge.services.settings)
+        assert found.num_files == 2, "what was answered is kept"
+        assert found.num_bytes > 1000
+        status, body = await call(client, "POST", ALL, json=asked)
+        assert (status, body["error"]["code"]) == (429, "insufficient_quota")
+        assert "delete some files" in body["error"]["message"]
+        await call(client, "DELETE", f"/v1/files/{done['output_file_id']}")
+        assert (await call(client, "POST", ALL, json=asked))[0] == 200
