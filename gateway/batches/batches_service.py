@@ -8,7 +8,7 @@ than files are kept. A key bound to models sees batches of these and its own.
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,7 +22,7 @@ from gateway.batches.batch_runner import BatchRunner
 from gateway.batches.batch_store import BatchStore
 from gateway.errors import FORBIDDEN, INSUFFICIENT_QUOTA, NOT_FOUND, ApiError
 from gateway.files.file_access import FileAccess
-from gateway.files.file_fields import BATCH, expires_in
+from gateway.files.file_fields import BATCH, expires_in, limit_of, list_object
 from gateway.files.file_store import QuotaReached
 from gateway.files.files_service import FilesService
 from gateway.files.uploads_service import ExpiresAfter
@@ -98,7 +98,11 @@ class BatchesService:
             details=details,
             created_at=viewer.now_at,
             expires_at=viewer.now_at + WINDOW_S,
-            output_expires_s=expires_in(after.anchor, str(after.seconds)) if after else None,
+            output_expires_s=(
+                expires_in(after.anchor, str(after.seconds), "output_expires_after")
+                if after
+                else None
+            ),
         )
 
         def create() -> bool | None:
@@ -124,28 +128,33 @@ class BatchesService:
     async def retrieve(self, principal: Principal, batch_id: str) -> bytes:
         """One batch."""
         viewer = self._access.viewer(principal)
-        return await self._shown(principal, batch_id, lambda: self._store.get(viewer, batch_id))
+        record = await self._access.read(
+            principal, "batch", batch_id, lambda: self._store.get(viewer, batch_id)
+        )
+        return _encode(batch_object(record))
 
     async def cancel(self, principal: Principal, batch_id: str) -> bytes:
-        """Nothing more of it is begun. What was answered stays, in its output file."""
-        viewer = self._access.viewer(principal)
-        shown = await self._shown(principal, batch_id, lambda: self._store.cancel(viewer, batch_id))
+        """Nothing more of it is begun. What was answered stays, in its output file. One that has
+        ended, or whose end is being written, stays as it is."""
+        access, viewer = self._access, self._access.viewer(principal)
+        record = await access.read(
+            principal, "batch", batch_id, lambda: self._store.cancel(viewer, batch_id)
+        )
+        if record.state not in ("cancelling", "cancelled") and record.ends_as != "cancelled":
+            raise invalid("batch_id", f"the batch is {record.state}: it cannot be cancelled")
         self._runner.call()
-        return shown
+        return _encode(batch_object(record))
 
     async def listed(self, principal: Principal, params: Mapping[str, Sequence[str]]) -> bytes:
         """A page of them, the newest first."""
         for name in params.keys() - {"limit", "after"}:
             raise unsupported(name)
-        limit = params.get("limit", [str(USUAL_PAGE)])[-1]
-        is_number = limit.isascii() and limit.isdecimal() and len(limit) <= 3
-        if not (is_number and 1 <= int(limit) <= MAX_PAGE):
-            raise invalid("limit", f"limit must be a whole number from 1 to {MAX_PAGE}")
+        limit = limit_of(params, USUAL_PAGE, MAX_PAGE)
         after, viewer = params.get("after", [""])[-1], self._access.viewer(principal)
 
         def work() -> bytes:
-            found = self._store.listed(viewer, int(limit), after)
-            return _encode(_page(found, int(limit)))
+            found = self._store.listed(viewer, limit, after)
+            return _encode(list_object([batch_object(each) for each in found], limit))
 
         try:
             return await self._access.read(principal, "batch", after, work)
@@ -153,22 +162,6 @@ class BatchesService:
             if error.kind == NOT_FOUND:
                 raise invalid("after", f"after: no batch has the id {after[:80]!r}") from error
             raise
-
-    async def _shown(
-        self, principal: Principal, batch_id: str, work: Callable[[], BatchRecord]
-    ) -> bytes:
-        return _encode(batch_object(await self._access.read(principal, "batch", batch_id, work)))
-
-
-def _page(found: Sequence[BatchRecord], limit: int) -> dict[str, Any]:
-    shown = found[:limit]
-    return {
-        "object": "list",
-        "data": [batch_object(record) for record in shown],
-        "first_id": shown[0].id if shown else None,
-        "last_id": shown[-1].id if shown else None,
-        "has_more": len(found) > limit,
-    }
 
 
 def build_batches(

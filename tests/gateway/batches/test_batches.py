@@ -126,6 +126,9 @@ async def test_a_batch_is_answered_line_by_line(kit: Kit, client: Client) -> Non
     assert errors["wrong"]["response"]["status_code"] == 400
     assert errors["wrong"]["response"]["body"]["error"]["param"] == "messages"
     posted_once(kit, batch["id"], 20)
+    status, body = await call(client, "POST", f"{ALL}/{batch['id']}/cancel")
+    assert (status, body["error"]["param"]) == (400, "batch_id")
+    assert "the batch is completed" in body["error"]["message"]
     _, file = await call(client, "GET", f"/v1/files/{done['output_file_id']}")
     assert (file["purpose"], file["filename"]) == ("batch_output", f"{batch['id']}_output.jsonl")
     settings = kit.edge.services.settings
@@ -167,6 +170,11 @@ async def test_what_a_batch_is_made_of_is_checked(kit: Kit, client: Client) -> N
         ({"completion_window": "1h"}, 400, "completion_window"),
         ({"input_file_id": "file-1"}, 404, "id"),
         ({"input_file_id": other["id"]}, 400, "input_file_id"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 1}},
+            400,
+            "output_expires_after[seconds]",
+        ),
         ({"metadata": {"a": "x" * 513}}, 400, "metadata[...]"),
         ({"more": 1}, 400, "more"),
     ):
