@@ -80,8 +80,8 @@ class FileAccess:
     def _quota(self) -> ApiError:
         settings = self.settings
         message = (
-            f"the tenant's files would exceed {settings.files_quota_bytes} bytes or "
-            f"{settings.max_files} files, what is being sent included: delete some files, and send "
-            "a Content-Length"
+            f"the tenant would exceed {settings.files_quota_bytes} bytes or {settings.max_files} "
+            f"files, what is being sent included, or {settings.max_files} uploads in a day: delete "
+            "some files, and send a Content-Length"
         )
         return ApiError(INSUFFICIENT_QUOTA, message)

@@ -14,7 +14,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from sqlalchemy import CheckConstraint, ColumnElement, Index, String, delete, insert, select, update
+from sqlalchemy import (
+    CheckConstraint,
+    ColumnElement,
+    Index,
+    String,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from registry.base import Base, Count, Id, Instant, OptionalInstant, record_of
@@ -69,6 +79,7 @@ class FileUpload(Base):
     __table_args__ = (
         CheckConstraint(f"state IN ({', '.join(map(repr, STATES))})", name="state"),
         Index(None, "expires_at"),
+        Index(None, "tenant_id"),
     )
 
     id: Mapped[Id] = mapped_column(primary_key=True)
@@ -107,7 +118,12 @@ _PART_COLUMNS = tuple(getattr(UploadPart, name) for name in _PART_NAMES)
 
 def add(session: Session, record: UploadRecord, bounds: FileBounds) -> bool:
     """Store a pending one and reserve its bytes. False, changing nothing, where the tenant may not
-    have so much more."""
+    have so much more, or has `max_files` uploads already, those included that are remembered
+    after their end."""
+    file_quota.locked_usage(session, record.tenant_id)
+    mine = select(func.count()).where(_table.tenant_id == record.tenant_id)
+    if (session.scalar(mine) or 0) >= bounds.max_files:
+        return False
     wanted = FileReservation(record.id, record.tenant_id, record.size_bytes, record.expires_at)
     if not file_quota.reserve(session, wanted, bounds):
         return False

@@ -229,6 +229,22 @@ def test_an_upload_takes_parts_and_ends_once(engine: Engine) -> None:
         assert uploads.without_row(session, ["ten_1/parts/part_1"]) == {"ten_1/parts/part_1"}
 
 
+def test_uploads_are_bounded_whatever_becomes_of_them(engine: Engine) -> None:
+    made = []
+    for n in range(6):
+        with appending(engine, "test") as session:
+            made.append(uploads.add(session, replace(UPLOAD, id=f"upload_{n}"), BOUNDS))
+            if made[-1]:
+                assert uploads.end(session, f"upload_{n}", "cancelled") == []
+                assert file_quota.release(session, f"upload_{n}")
+    assert made == [True] * 5 + [False]
+    with appending(engine, "test") as session:
+        assert uploads.add(session, replace(UPLOAD, id="other", tenant_id="ten_2"), BOUNDS)
+        assert uploads.expire(session, 4600.0 + uploads.KEEP_S, limit=10) == (1, [])
+        assert uploads.add(session, replace(UPLOAD, id="upload_9"), BOUNDS)
+    assert check_integrity(engine) == FileUsage(1, 100)
+
+
 def test_parts_that_are_sent_again_count(engine: Engine) -> None:
     with appending(engine, "test") as session:
         assert uploads.add(session, replace(UPLOAD, size_bytes=600), BOUNDS)
