@@ -21,7 +21,8 @@ from registry.state.file_quota import FileBounds, FileReservation
 from registry.state.files import FileRecord, FileViewer
 
 ANY = FileBounds(1 << 62, 1 << 62)
-"""What was answered is never thrown away because the tenant's quota is full."""
+"""What was answered is never thrown away because the tenant's quota is full; but then no batch is
+begun any more."""
 
 
 class BatchLost(Exception):
@@ -38,8 +39,10 @@ class BatchStore:
         self._objects = store.objects
 
     def create(self, record: BatchRecord, max_active: int, max_ended: int) -> bool:
-        """See batches.add."""
+        """False where its tenant has so many that have not ended. Raises QuotaReached where its
+        outputs could only be kept beyond the quota."""
         with appending(self._engine, ACTOR) as session:
+            self._files.check_room(session, record.tenant_id)
             return batches.add(session, record, max_active, max_ended)
 
     def get(self, viewer: FileViewer, batch_id: str) -> BatchRecord:

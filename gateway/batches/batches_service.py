@@ -1,13 +1,14 @@
 """/v1/batches: files of requests that are answered within a day.
 
 Comes in: whose key it is, and a body or query. Goes out: OpenAI's objects as JSON. The file is one
-of purpose `batch` (gateway/files/); what comes of it is batch_run.py's. Whose a batch is, is the
-rule of files: the tenant's, and not older than files are kept.
+of purpose `batch` (gateway/files/), so whoever makes a batch needs the scope `files` too; what
+comes of it is batch_run.py's. Whose a batch is, is the rule of files: the tenant's, and not older
+than files are kept. A key bound to models sees batches of these and its own.
 """
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -19,14 +20,16 @@ from gateway.batches.batch_lines import BatchParts
 from gateway.batches.batch_output import batch_object
 from gateway.batches.batch_runner import BatchRunner
 from gateway.batches.batch_store import BatchStore
-from gateway.errors import INSUFFICIENT_QUOTA, NOT_FOUND, ApiError
+from gateway.errors import FORBIDDEN, INSUFFICIENT_QUOTA, NOT_FOUND, ApiError
 from gateway.files.file_access import FileAccess
-from gateway.files.file_fields import BATCH, expires_in
+from gateway.files.file_fields import BATCH, expires_in, limit_of, list_object
+from gateway.files.file_store import QuotaReached
 from gateway.files.files_service import FilesService
 from gateway.files.uploads_service import ExpiresAfter
 from gateway.settings.settings import Settings
 from gateway.state.state_threads import StateThreads
 from gateway.types import Answer, Call, Principal
+from registry.accounts.key_terms import FILES, allows
 from registry.state.batches import BatchRecord
 
 ID_PREFIX = "batch_"
@@ -78,6 +81,9 @@ class BatchesService:
         """A new batch, which is validated next."""
         access, asked = self._access, decode_body(_decoder, body)
         access.check_keeps(principal)
+        if not allows(principal.scopes, FILES):
+            message = f"this API key does not have the scope {FILES!r}, which the input file needs"
+            raise ApiError(FORBIDDEN, f"{message}: use a key that has it", "input_file_id")
         if asked.endpoint not in ENDPOINTS:
             message = f"endpoint must be one of {', '.join(ENDPOINTS)}"
             raise invalid("endpoint", message)
@@ -94,14 +100,22 @@ class BatchesService:
             details=details,
             created_at=viewer.now_at,
             expires_at=viewer.now_at + WINDOW_S,
-            output_expires_s=expires_in(after.anchor, str(after.seconds)) if after else None,
+            output_expires_s=(
+                expires_in(after.anchor, str(after.seconds), "output_expires_after")
+                if after
+                else None
+            ),
         )
 
         def create() -> bool | None:
             file = access.store.get(viewer, asked.input_file_id)
             if file.purpose != BATCH:
                 return None
-            return self._store.create(record, self._max_batches, self._max_ended)
+            try:
+                return self._store.create(record, self._max_batches, self._max_ended)
+            except QuotaReached as error:
+                message = "the tenant's files have reached their quota, which outputs count in"
+                raise ApiError(INSUFFICIENT_QUOTA, f"{message}: delete some files") from error
 
         made = await access.read(principal, "file", asked.input_file_id, create)
         if made is None:
@@ -116,28 +130,33 @@ class BatchesService:
     async def retrieve(self, principal: Principal, batch_id: str) -> bytes:
         """One batch."""
         viewer = self._access.viewer(principal)
-        return await self._shown(principal, batch_id, lambda: self._store.get(viewer, batch_id))
+        record = await self._access.read(
+            principal, "batch", batch_id, lambda: self._store.get(viewer, batch_id)
+        )
+        return _encode(batch_object(record))
 
     async def cancel(self, principal: Principal, batch_id: str) -> bytes:
-        """Nothing more of it is begun. What was answered stays, in its output file."""
-        viewer = self._access.viewer(principal)
-        shown = await self._shown(principal, batch_id, lambda: self._store.cancel(viewer, batch_id))
+        """Nothing more of it is begun. What was answered stays, in its output file. One that has
+        ended, or whose end is being written, stays as it is."""
+        access, viewer = self._access, self._access.viewer(principal)
+        record = await access.read(
+            principal, "batch", batch_id, lambda: self._store.cancel(viewer, batch_id)
+        )
+        if record.state not in ("cancelling", "cancelled") and record.ends_as != "cancelled":
+            raise invalid("batch_id", f"the batch is {record.state}: it cannot be cancelled")
         self._runner.call()
-        return shown
+        return _encode(batch_object(record))
 
     async def listed(self, principal: Principal, params: Mapping[str, Sequence[str]]) -> bytes:
         """A page of them, the newest first."""
         for name in params.keys() - {"limit", "after"}:
             raise unsupported(name)
-        limit = params.get("limit", [str(USUAL_PAGE)])[-1]
-        is_number = limit.isascii() and limit.isdecimal() and len(limit) <= 3
-        if not (is_number and 1 <= int(limit) <= MAX_PAGE):
-            raise invalid("limit", f"limit must be a whole number from 1 to {MAX_PAGE}")
+        limit = limit_of(params, USUAL_PAGE, MAX_PAGE)
         after, viewer = params.get("after", [""])[-1], self._access.viewer(principal)
 
         def work() -> bytes:
-            found = self._store.listed(viewer, int(limit), after)
-            return _encode(_page(found, int(limit)))
+            found = self._store.listed(viewer, limit, after)
+            return _encode(list_object([batch_object(each) for each in found], limit))
 
         try:
             return await self._access.read(principal, "batch", after, work)
@@ -145,22 +164,6 @@ class BatchesService:
             if error.kind == NOT_FOUND:
                 raise invalid("after", f"after: no batch has the id {after[:80]!r}") from error
             raise
-
-    async def _shown(
-        self, principal: Principal, batch_id: str, work: Callable[[], BatchRecord]
-    ) -> bytes:
-        return _encode(batch_object(await self._access.read(principal, "batch", batch_id, work)))
-
-
-def _page(found: Sequence[BatchRecord], limit: int) -> dict[str, Any]:
-    shown = found[:limit]
-    return {
-        "object": "list",
-        "data": [batch_object(record) for record in shown],
-        "first_id": shown[0].id if shown else None,
-        "last_id": shown[-1].id if shown else None,
-        "has_more": len(found) > limit,
-    }
 
 
 def build_batches(

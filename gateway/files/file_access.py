@@ -39,9 +39,9 @@ class FileAccess:
         """What a key may see now."""
         now_at = self.wall_clock()
         days = self._days(principal)
-        return FileViewer(
-            principal.tenant_id, now_at, now_at - days * DAY_S if days else float("inf")
-        )
+        since_at = now_at - days * DAY_S if days else float("inf")
+        tenant_id, key_id = principal.tenant_id, principal.key_id
+        return FileViewer(tenant_id, now_at, since_at, key_id, principal.allowed_models)
 
     def check_keeps(self, principal: Principal) -> None:
         """Raises ApiError where no files are kept for a tenant."""
@@ -80,8 +80,8 @@ class FileAccess:
     def _quota(self) -> ApiError:
         settings = self.settings
         message = (
-            f"the tenant's files would exceed {settings.files_quota_bytes} bytes or "
-            f"{settings.max_files} files, what is being sent included: delete some files, and send "
-            "a Content-Length"
+            f"the tenant would exceed {settings.files_quota_bytes} bytes or {settings.max_files} "
+            f"files, what is being sent included, or {settings.max_files} uploads in a day: delete "
+            "some files, and send a Content-Length"
         )
         return ApiError(INSUFFICIENT_QUOTA, message)

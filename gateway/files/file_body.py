@@ -16,13 +16,15 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
 from gateway.api.bodies import invalid, unsupported
-from gateway.errors import INVALID_REQUEST, UNSUPPORTED_MEDIA, ApiError
+from gateway.errors import INVALID_REQUEST, TOO_LARGE, UNSUPPORTED_MEDIA, ApiError
 
 FORM = b"multipart/form-data"
 MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 16
+MIN_BOUNDARY_BYTES = 8
+"""Bytes that begin like a boundary cost most where the boundary is short. Clients use 16 to 70."""
 OVERHEAD_BYTES = 65_536
-"""What a form may have beside its file."""
+"""What a form may have beside its file: boundaries, headers, fields, what follows the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,11 @@ class FileForm:
         if media != FORM or not boundary:
             message = "unsupported Content-Type: send the file as multipart/form-data"
             raise ApiError(UNSUPPORTED_MEDIA, message)
+        if len(boundary) < MIN_BOUNDARY_BYTES:
+            message = (
+                f"the form's boundary is shorter than {MIN_BOUNDARY_BYTES} bytes: use a longer one"
+            )
+            raise ApiError(INVALID_REQUEST, message)
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self.has_file = False
@@ -57,6 +64,7 @@ class FileForm:
         self._field: str | None = None
         self._text = bytearray()
         self._pieces: list[bytes] = []
+        self._num_beside = 0
         self._has_ended = False
         try:
             self._parser = MultipartParser(
@@ -82,7 +90,12 @@ class FileForm:
         except FormParserError as error:
             raise _malformed(error) from error
         pieces, self._pieces = self._pieces, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._num_beside += len(data) - len(piece)
+        if self._num_beside > OVERHEAD_BYTES:
+            message = f"the form has more than {OVERHEAD_BYTES} bytes beside its file: send less"
+            raise ApiError(TOO_LARGE, message)
+        return piece
 
     def check_end(self) -> None:
         """All of the body has come. Raises ApiError where the form is not whole."""

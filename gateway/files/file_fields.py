@@ -59,18 +59,22 @@ def most_bytes(purpose: str | None, max_bytes: int) -> int:
     return min(max_bytes, MAX_BATCH_BYTES) if purpose == BATCH else max_bytes
 
 
-def expires_in(anchor: str | None, seconds: str | None) -> float | None:
-    """Seconds after a file is made; None: nobody said. Raises ApiError."""
+def expires_in(
+    anchor: str | None, seconds: str | None, field: str = "expires_after"
+) -> float | None:
+    """Seconds after a file is made; None: nobody said. `field`: where it is said. Raises
+    ApiError."""
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        raise invalid(ANCHOR, f"{ANCHOR} must be 'created_at'")
+        raise invalid(f"{field}[anchor]", f"{field}[anchor] must be 'created_at'")
     text = seconds or ""
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
         text = "0"
     if not LEAST_EXPIRES_S <= int(text) <= MOST_EXPIRES_S:
         span = f"{LEAST_EXPIRES_S} (one hour) to {MOST_EXPIRES_S} (30 days)"
-        raise invalid(SECONDS, f"{SECONDS} must be a whole number of seconds from {span}")
+        message = f"{field}[seconds] must be a whole number of seconds from {span}"
+        raise invalid(f"{field}[seconds]", message)
     return float(text)
 
 
@@ -78,17 +82,23 @@ def page_of(params: Mapping[str, Sequence[str]]) -> FilePage:
     """Of a query. Raises ApiError."""
     for name in params.keys() - _QUERY:
         raise unsupported(name)
-    limit = params.get("limit", [str(MAX_PAGE)])[-1]
-    is_number = limit.isascii() and limit.isdecimal() and len(limit) <= 5
-    if not (is_number and 1 <= int(limit) <= MAX_PAGE):
-        raise invalid("limit", f"limit must be a whole number from 1 to {MAX_PAGE}")
+    limit = limit_of(params, MAX_PAGE, MAX_PAGE)
     order = params.get("order", ["desc"])[-1]
     if order not in ("asc", "desc"):
         raise invalid("order", "order must be asc or desc")
     purpose = params.get("purpose", [""])[-1]
     if _UNFIT.search(purpose):  # PostgreSQL takes no NUL
         raise invalid("purpose", "purpose has control characters: remove them")
-    return FilePage(int(limit), order == "desc", params.get("after", [""])[-1], purpose)
+    return FilePage(limit, order == "desc", params.get("after", [""])[-1], purpose)
+
+
+def limit_of(params: Mapping[str, Sequence[str]], usual: int, most: int) -> int:
+    """How many a page is to have. `most`: at most 99,999. Raises ApiError."""
+    limit = params.get("limit", [str(usual)])[-1]
+    is_number = limit.isascii() and limit.isdecimal() and len(limit) <= 5
+    if not (is_number and 1 <= int(limit) <= most):
+        raise invalid("limit", f"limit must be a whole number from 1 to {most}")
+    return int(limit)
 
 
 def file_object(record: FileRecord) -> dict[str, Any]:
@@ -106,15 +116,15 @@ def file_object(record: FileRecord) -> dict[str, Any]:
     }
 
 
-def file_list(records: Sequence[FileRecord], limit: int) -> dict[str, Any]:
-    """OpenAI's list object. `records`: one more than `limit` where there are more."""
-    shown = records[:limit]
+def list_object(found: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """OpenAI's list object. `found`: one object more than `limit` where there are more."""
+    shown = found[:limit]
     return {
         "object": "list",
-        "data": [file_object(record) for record in shown],
-        "first_id": shown[0].id if shown else None,
-        "last_id": shown[-1].id if shown else None,
-        "has_more": len(records) > limit,
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(found) > limit,
     }
 
 

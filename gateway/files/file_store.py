@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 
 from sqlalchemy import Engine
+from sqlalchemy.orm import Session
 
 from engine.objects.object_store import ObjectMissing, ObjectStore, ObjectWriter, new_name
 from gateway.files.file_fields import FilePage
@@ -66,6 +67,12 @@ class FileStore:
         with appending(self.engine, ACTOR) as session:
             if not file_quota.reserve(session, wanted, self._bounds):
                 raise QuotaReached
+
+    def check_room(self, session: Session, tenant_id: str) -> None:
+        """Raises QuotaReached where the tenant has all that it may have."""
+        found, bounds = file_quota.locked_usage(session, tenant_id), self._bounds
+        if found.num_bytes >= bounds.max_bytes or found.num_files >= bounds.max_files:
+            raise QuotaReached
 
     def keep(self, writer: ObjectWriter, record: FileRecord) -> FileRecord | None:
         """A file is whole, and what was reserved under its id is settled. Returns it with its

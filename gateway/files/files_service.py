@@ -29,9 +29,9 @@ from gateway.files.file_fields import (
     FORM_FIELDS,
     SECONDS,
     expires_in,
-    file_list,
     file_object,
     filename_of,
+    list_object,
     most_bytes,
     page_of,
     purpose_of,
@@ -117,7 +117,8 @@ class FilesService:
         viewer = self.access.viewer(principal)
 
         def work() -> bytes:
-            return _encode(file_list(self.access.store.listed(viewer, page), page.limit))
+            found = self.access.store.listed(viewer, page)
+            return _encode(list_object([file_object(each) for each in found], page.limit))
 
         try:
             return await self.access.read(principal, "file", page.after, work)

@@ -93,8 +93,8 @@ class FileSettings:
     )
     max_files: int = setting(
         10_000,
-        "Maximum number of files of a tenant, including those that are being sent. Further files "
-        "get 429 insufficient_quota.",
+        "Maximum number of files of a tenant, including those that are being sent, and of the "
+        "uploads that it makes in a day. Further files and uploads get 429 insufficient_quota.",
         ge=0,
     )
     max_file_bodies: int = setting(

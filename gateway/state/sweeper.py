@@ -158,27 +158,30 @@ class StateSweeper:
         since_at = now_at - days * DAY_S if days else math.inf
         with reading(self._engine) as session:
             without = batches.input_files(session) if days else set()
-        removals: tuple[Callable[[Session], Sequence[str]], ...] = (
+
+        def remove_files(session: Session) -> tuple[int, Sequence[str]]:
+            names = files.remove_expired(session, now_at, since_at, limit=BATCH, without=without)
+            return len(names), names
+
+        removals: tuple[Callable[[Session], tuple[int, Sequence[str]]], ...] = (
             lambda session: uploads.expire(session, now_at, limit=BATCH),
-            lambda session: files.remove_expired(
-                session, now_at, since_at, limit=BATCH, without=without
-            ),
+            remove_files,
+            lambda session: (file_quota.remove_expired(session, now_at, limit=BATCH), ()),
         )
-        num = 0
+        num_objects = 0
         for remove in removals:
-            while names := self._removed(remove):
+            num_removed = -1
+            while num_removed:
+                with appending(self._engine, ACTOR) as session:
+                    num_removed, names = remove(session)
                 for name in names:
                     self._objects.delete(name)
-                num += len(names)
-                time.sleep(PAUSE_S)
+                num_objects += len(names)
+                if num_removed:
+                    time.sleep(PAUSE_S)
         with appending(self._engine, ACTOR) as session:
-            file_quota.remove_expired(session, now_at, limit=BATCH)
             batches.remove_before(session, since_at)
-        return num
-
-    def _removed(self, remove: Callable[[Session], Sequence[str]]) -> Sequence[str]:
-        with appending(self._engine, ACTOR) as session:
-            return remove(session)
+        return num_objects
 
     def _delete_orphans(self, now_at: float) -> int:
         before_at = now_at - ORPHAN_AGE_S

@@ -66,6 +66,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name="pk_uploads"),
     )
     op.create_index("ix_uploads_expires_at", "uploads", ["expires_at"])
+    op.create_index("ix_uploads_tenant_id", "uploads", ["tenant_id"])
     op.create_table(
         "upload_parts",
         sa.Column("id", sa.String(64), nullable=False),

@@ -12,7 +12,7 @@ bitmap of answered lines and the counts, in one transaction. So a line is in a s
 exactly if its bit is set, and whoever holds the batch next answers the others.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -34,7 +34,7 @@ from sqlalchemy.orm import Mapped, Session, aliased, mapped_column
 
 from registry.base import Base, Count, Id, Instant, Name, OptionalInstant, record_of
 from registry.errors import NotFound
-from registry.state import responses
+from registry.state import file_quota, responses
 from registry.state.files import FileViewer
 
 BatchState: TypeAlias = Literal[
@@ -154,7 +154,9 @@ _SEGMENT_COLUMNS = tuple(getattr(BatchSegment, name) for name in _SEGMENT_NAMES)
 
 def add(session: Session, record: BatchRecord, max_active: int, max_ended: int) -> bool:
     """Store a row, and forget the tenant's oldest that have ended, beyond so many. False, changing
-    nothing, where its tenant has so many that have not ended."""
+    nothing, where its tenant has so many that have not ended. One batch of a tenant is added at a
+    time, so that two at once do not both find room."""
+    file_quota.locked_usage(session, record.tenant_id)
     mine = _table.tenant_id == record.tenant_id
     active = select(func.count()).where(mine, _table.state.in_(ACTIVE))
     if (session.execute(active).scalar() or 0) >= max_active:
@@ -317,8 +319,11 @@ def without_row(session: Session, object_names: Collection[str]) -> set[str]:
     return set(object_names) - set(session.execute(query).scalars())
 
 
-def _visible(viewer: FileViewer) -> tuple[ColumnElement[bool], ...]:
-    return _table.tenant_id == viewer.tenant_id, _table.created_at >= viewer.since_at
+def _visible(viewer: FileViewer) -> Iterable[ColumnElement[bool]]:
+    yield _table.tenant_id == viewer.tenant_id
+    yield _table.created_at >= viewer.since_at
+    if viewer.models is not None:  # a batch has no model before its file is validated
+        yield or_(_table.model.in_(viewer.models), _table.key_id == viewer.key_id)
 
 
 def _free(

@@ -12,7 +12,8 @@ of them would read them all. Each step changes the count in the transaction that
 counted, so a crash leaves at most a reservation, which has an end.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from sqlalchemy import Index, delete, insert, select, update
@@ -77,8 +78,7 @@ _COLUMNS = (_table.id, _table.tenant_id, _table.num_bytes, _table.expires_at)
 
 def reserve(session: Session, wanted: FileReservation, bounds: FileBounds) -> bool:
     """False, changing nothing, where the tenant may not have so much more."""
-    names = ("tenant_id", "num_files", "num_bytes")
-    insert_new(session, FileCount, "tenant_id", names, [(wanted.tenant_id, 0, 0)])
+    _ensure_count(session, wanted.tenant_id)
     if not _count(session, wanted.tenant_id, 1, wanted.num_bytes, bounds):
         return False
     values = {name: getattr(wanted, name) for name in FileReservation.__dataclass_fields__}
@@ -128,10 +128,28 @@ def give_back(session: Session, tenant_id: str, num_files: int, num_bytes: int) 
 
 
 def remove_expired(session: Session, now_at: float, *, limit: int) -> int:
-    """Release reservations past their end, at most so many. Returns how many."""
+    """Release reservations past their end, at most so many, but for those that somebody is at work
+    on. Returns how many."""
     old = select(_table.id).where(_table.expires_at <= now_at).limit(limit)
-    ids: Sequence[str] = session.execute(old).scalars().all()
-    return sum(release(session, each) for each in ids)
+    ids = session.execute(old.with_for_update(skip_locked=True)).scalars().all()
+    return release_many(session, ids)
+
+
+def release_many(session: Session, ids: Collection[str]) -> int:
+    """Nothing has become of these, a few hundred. Returns how many were reserved.
+
+    All reservations first, then the counts in the order of their tenants: whoever settles one has
+    its row and waits for the count, so nobody may have a count and wait for such a row.
+    """
+    its = delete(_table).where(_table.id.in_(ids)).returning(_table.tenant_id, _table.num_bytes)
+    rows = session.execute(its).all()
+    num_files, num_bytes = Counter[str](), Counter[str]()
+    for row in rows:
+        num_files[row.tenant_id] += 1
+        num_bytes[row.tenant_id] += row.num_bytes
+    for tenant_id in sorted(num_files):
+        give_back(session, tenant_id, num_files[tenant_id], num_bytes[tenant_id])
+    return len(rows)
 
 
 def usage(session: Session, tenant_id: str) -> FileUsage:
@@ -139,6 +157,19 @@ def usage(session: Session, tenant_id: str) -> FileUsage:
     query = select(FileCount.num_files, FileCount.num_bytes)
     row = session.execute(query.where(FileCount.tenant_id == tenant_id)).one_or_none()
     return FileUsage() if row is None else record_of(FileUsage, row)
+
+
+def locked_usage(session: Session, tenant_id: str) -> FileUsage:
+    """As `usage`. Until this transaction ends nobody else changes it, or gets it by this."""
+    _ensure_count(session, tenant_id)
+    query = select(FileCount.num_files, FileCount.num_bytes)
+    mine = query.where(FileCount.tenant_id == tenant_id).with_for_update()
+    return record_of(FileUsage, session.execute(mine).one())
+
+
+def _ensure_count(session: Session, tenant_id: str) -> None:
+    names = ("tenant_id", "num_files", "num_bytes")
+    insert_new(session, FileCount, "tenant_id", names, [(tenant_id, 0, 0)])
 
 
 def _taken(session: Session, reservation_id: str) -> FileReservation | None:

@@ -44,11 +44,14 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class FileViewer:
-    """Who asks, and when. `since_at`: what is older is not kept."""
+    """Who asks, and when. `since_at`: what is older is not kept. Of batches, `models` None: all;
+    otherwise those of these models and of the key `key_id` itself."""
 
     tenant_id: str
     now_at: float
     since_at: float
+    key_id: str = ""
+    models: frozenset[str] | None = None
 
 
 class StoredFile(Base):

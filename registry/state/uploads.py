@@ -14,7 +14,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from sqlalchemy import CheckConstraint, ColumnElement, Index, String, delete, insert, select, update
+from sqlalchemy import (
+    CheckConstraint,
+    ColumnElement,
+    Index,
+    String,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from registry.base import Base, Count, Id, Instant, OptionalInstant, record_of
@@ -69,6 +79,7 @@ class FileUpload(Base):
     __table_args__ = (
         CheckConstraint(f"state IN ({', '.join(map(repr, STATES))})", name="state"),
         Index(None, "expires_at"),
+        Index(None, "tenant_id"),
     )
 
     id: Mapped[Id] = mapped_column(primary_key=True)
@@ -107,7 +118,12 @@ _PART_COLUMNS = tuple(getattr(UploadPart, name) for name in _PART_NAMES)
 
 def add(session: Session, record: UploadRecord, bounds: FileBounds) -> bool:
     """Store a pending one and reserve its bytes. False, changing nothing, where the tenant may not
-    have so much more."""
+    have so much more, or has `max_files` uploads already, those included that are remembered
+    after their end."""
+    file_quota.locked_usage(session, record.tenant_id)
+    mine = select(func.count()).where(_table.tenant_id == record.tenant_id)
+    if (session.scalar(mine) or 0) >= bounds.max_files:
+        return False
     wanted = FileReservation(record.id, record.tenant_id, record.size_bytes, record.expires_at)
     if not file_quota.reserve(session, wanted, bounds):
         return False
@@ -171,17 +187,21 @@ def end(
     return list(session.execute(its.returning(UploadPart.object_name)).scalars())
 
 
-def expire(session: Session, now_at: float, *, limit: int) -> Sequence[str]:
-    """Pending uploads past their end expire, at most so many, and those that ended long ago are
-    forgotten. Returns the names of their parts' objects, for the caller to delete."""
-    late = select(_table.id).where(_table.expires_at <= now_at, _table.state == "pending")
-    names: list[str] = []
-    for upload_id in session.execute(late.limit(limit)).scalars().all():
-        names += end(session, upload_id, "expired") or ()
-        file_quota.release(session, upload_id)
+def expire(session: Session, now_at: float, *, limit: int) -> tuple[int, Sequence[str]]:
+    """Pending uploads past their end expire, at most so many, but for those that somebody is at
+    work on, and those that ended long ago are forgotten. Returns how many expired and the names of
+    their parts' objects, for the caller to delete. Rows are locked in the order that all
+    others keep: uploads, reservations, counts."""
     over = _table.expires_at <= now_at - KEEP_S, _table.state != "pending"
     session.execute(delete(_table).where(*over))
-    return names
+    late = select(_table.id).where(_table.expires_at <= now_at, _table.state == "pending")
+    found = late.limit(limit).with_for_update(skip_locked=True)
+    ids = session.execute(found).scalars().all()
+    session.execute(update(_table).where(_table.id.in_(ids)).values(state="expired"))
+    its = delete(UploadPart).where(UploadPart.upload_id.in_(ids))
+    names = session.execute(its.returning(UploadPart.object_name)).scalars().all()
+    file_quota.release_many(session, ids)
+    return len(ids), names
 
 
 def has_parts(session: Session) -> bool:

@@ -22,9 +22,20 @@ from registry.accounts.quotas import Limits
 from registry.session import make_engine, reading, writing
 from registry.state.batches import Batch
 from tests.gateway.batches.conftest import batch_kit
-from tests.gateway.edge_kit import KEY, Client, Kit, Running, client_of, silent, until
+from tests.gateway.edge_kit import (
+    KEY,
+    Client,
+    Kit,
+    Running,
+    client_of,
+    key_record,
+    silent,
+    until,
+)
 from tests.gateway.files.file_kit import (
     OTHER_KEY,
+    PLAIN_KEY,
+    SCOPES,
     call,
     content,
     file_keys,
@@ -120,6 +131,9 @@ async def test_a_batch_is_answered_line_by_line(kit: Kit, client: Client) -> Non
     assert errors["wrong"]["response"]["status_code"] == 400
     assert errors["wrong"]["response"]["body"]["error"]["param"] == "messages"
     posted_once(kit, batch["id"], 20)
+    status, body = await call(client, "POST", f"{ALL}/{batch['id']}/cancel")
+    assert (status, body["error"]["param"]) == (400, "batch_id")
+    assert "the batch is completed" in body["error"]["message"]
     _, file = await call(client, "GET", f"/v1/files/{done['output_file_id']}")
     assert (file["purpose"], file["filename"]) == ("batch_output", f"{batch['id']}_output.jsonl")
     settings = kit.edge.services.settings
@@ -266,6 +280,11 @@ async def test_what_a_batch_is_made_of_is_checked(kit: Kit, client: Client) -> N
         ({"completion_window": "1h"}, 400, "completion_window"),
         ({"input_file_id": "file-1"}, 404, "id"),
         ({"input_file_id": other["id"]}, 400, "input_file_id"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 1}},
+            400,
+            "output_expires_after[seconds]",
+        ),
         ({"metadata": {"a": "x" * 513}}, 400, "metadata[...]"),
         ({"more": 1}, 400, "more"),
     ):
@@ -291,6 +310,38 @@ async def test_nobody_else_sees_it_and_lists_are_pages(kit: Kit, client: Client)
     for batch_id in ids:
         await call(client, "POST", f"{ALL}/{batch_id}/cancel")
         await ended(client, batch_id)
+
+
+async def test_a_key_bound_to_models_sees_batches_of_these_and_its_own(tmp_path: Path) -> None:
+    kit = batch_kit(tmp_path)
+    bound = replace(
+        key_record(PLAIN_KEY, "key_9", allowed_models=frozenset({"other"})), scopes=SCOPES
+    )
+    async with client_of(kit) as client:
+        kit.use_keys(*file_keys()[:1], bound)
+        speak_back(kit)
+        batch_id = (await begun(client, [line("a")]))["id"]
+        await ended(client, batch_id)
+        for method, path in (("GET", f"{ALL}/{batch_id}"), ("POST", f"{ALL}/{batch_id}/cancel")):
+            status, body = await call(client, method, path, PLAIN_KEY)
+            assert (status, body["error"]["code"]) == (404, "not_found")
+        assert (await call(client, "GET", ALL, PLAIN_KEY))[1]["data"] == []
+        file = await send(client, jsonl([line("a")]), PLAIN_KEY)
+        asked = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h"}
+        status, own = await call(client, "POST", ALL, PLAIN_KEY, json=asked)
+        assert (await call(client, "GET", f"{ALL}/{own['id']}", PLAIN_KEY))[0] == status == 200
+        done = await ended(client, own["id"])
+        assert done["errors"]["data"][0]["code"] == "model_not_found"
+        _, page = await call(client, "GET", ALL, PLAIN_KEY)
+        assert [each["id"] for each in page["data"]] == [own["id"]]
+
+
+async def test_who_makes_a_batch_may_read_its_file(kit: Kit, client: Client) -> None:
+    file = await send(client, jsonl([line("a")]))
+    asked = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h"}
+    status, body = await call(client, "POST", ALL, PLAIN_KEY, json=asked)
+    assert (status, body["error"]["code"]) == (403, "permission_denied")
+    assert "'files'" in body["error"]["message"]
 
 
 async def test_responses_in_a_batch_are_not_stored(kit: Kit, client: Client) -> None:
@@ -520,3 +571,25 @@ async def test_a_tenant_has_so_many_batches(tmp_path: Path) -> None:
         status, answer = await call(client, "POST", ALL, json=body)
         assert (status, answer["error"]["code"]) == (429, "insufficient_quota")
         assert batches_service.WINDOW_S == 86_400
+
+
+@pytest.mark.parametrize("quota", [{"files_quota_bytes": 1000}, {"max_files": 2}])
+async def test_no_batch_is_begun_where_outputs_have_no_room(
+    tmp_path: Path, quota: dict[str, int]
+) -> None:
+    kit = batch_kit(tmp_path, **quota)
+    speak_back(kit)
+    async with client_of(kit) as client:
+        file = await send(client, jsonl([line("a" * 64), line("b" * 64)]))
+        asked = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h"}
+        status, batch = await call(client, "POST", ALL, json=asked)
+        assert status == 200
+        done = await ended(client, batch["id"])
+        found = usage(kit.edge.services.settings)
+        assert found.num_files == 2, "what was answered is kept"
+        assert found.num_bytes > 1000
+        status, body = await call(client, "POST", ALL, json=asked)
+        assert (status, body["error"]["code"]) == (429, "insufficient_quota")
+        assert "delete some files" in body["error"]["message"]
+        await call(client, "DELETE", f"/v1/files/{done['output_file_id']}")
+        assert (await call(client, "POST", ALL, json=asked))[0] == 200

@@ -12,6 +12,7 @@ from engine.objects.folder_store import FolderStore
 from engine.objects.object_store import ObjectMissing
 from gateway.files.file_store import FileStore
 from gateway.settings.state_settings import DAY_S
+from gateway.state import sweeper
 from gateway.state.sweeper import ORPHAN_AGE_S, StateSweeper, Swept
 from registry.errors import NotFound
 from registry.session import make_engine, reading
@@ -153,3 +154,14 @@ def test_an_upload_that_nobody_completes_goes_with_its_parts(world: World) -> No
     world.sweeper.look()
     with pytest.raises(NotFound):
         world.store.upload(world.viewer(), "upload_1")
+
+
+def test_one_look_takes_all_that_is_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeper, "BATCH", 2)
+    monkeypatch.setattr(sweeper, "PAUSE_S", 0.0)
+    for n in range(5):
+        world.store.add_upload(replace(UPLOAD, id=f"upload_{n}"))  # without parts
+        world.reserve(f"file-{n}")
+    world.now_at += 3660
+    assert world.sweeper.look() == Swept(), "there were no objects"
+    assert world.usage == FileUsage()

@@ -3,7 +3,9 @@
 import asyncio
 import errno
 import hashlib
+import io
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 
 from engine.objects.folder_store import FolderWriter
+from gateway.files.file_body import FileForm
 from gateway.files.file_store import FileStore
 from gateway.settings.state_settings import DAY_S
 from registry.session import make_engine, reading, writing
@@ -157,8 +160,11 @@ async def test_what_is_said_of_a_file_is_checked(
     assert objects_of(kit.edge.services.settings) == []
 
 
-def raw(*parts: str, end: str = "--b--\r\n") -> bytes:
-    return ("".join(f"--b\r\n{part}\r\n" for part in parts) + end).encode()
+BOUNDARY = "boundary"
+
+
+def raw(*parts: str, end: str = f"--{BOUNDARY}--\r\n") -> bytes:
+    return ("".join(f"--{BOUNDARY}\r\n{part}\r\n" for part in parts) + end).encode()
 
 
 PURPOSE = 'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch'
@@ -183,7 +189,7 @@ FILE = f"{HEAD}data"
     ],
 )
 async def test_a_wrong_form_is_refused(kit: Kit, client: Client, body: bytes, words: str) -> None:
-    headers = {"content-type": "multipart/form-data; boundary=b"}
+    headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
     status, answer = await call(client, "POST", ALL, data=body, headers=headers)
     assert status == 400
     assert words in answer["error"]["message"]
@@ -191,8 +197,45 @@ async def test_a_wrong_form_is_refused(kit: Kit, client: Client, body: bytes, wo
     assert objects_of(kit.edge.services.settings) == []
 
 
+async def test_forms_are_taken_apart_beside_the_event_loop(
+    kit: Kit, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = set()
+    real = FileForm.feed
+
+    def feed(form: FileForm, data: bytes) -> bytes:
+        where.add(threading.current_thread() is threading.main_thread())
+        return real(form, data)
+
+    monkeypatch.setattr(FileForm, "feed", feed)
+    nearly = f"\r\n--{BOUNDARY}x" * 150_000
+    headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+    body = io.BytesIO(raw(PURPOSE, HEAD + nearly))
+    status, file = await call(client, "POST", ALL, data=body, headers=headers)
+    assert (status, file["bytes"], where) == (200, len(nearly), {False})
+    assert await content(client, file["id"]) == (200, nearly.encode())
+
+
+async def test_a_short_boundary_is_refused(kit: Kit, client: Client) -> None:
+    headers = {"content-type": "multipart/form-data; boundary=short12"}
+    body = raw(FILE, PURPOSE).replace(BOUNDARY.encode(), b"short12")
+    status, answer = await call(client, "POST", ALL, data=body, headers=headers)
+    assert (status, "shorter than 8 bytes" in answer["error"]["message"]) == (400, True)
+
+
+async def test_what_a_form_has_beside_its_file_is_bounded(kit: Kit, client: Client) -> None:
+    headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+    told = []
+    for size in (65_000, 66_000):
+        body = raw(PURPOSE, FILE) + b"x" * size  # behind its end
+        told.append(await call(client, "POST", ALL, data=body, headers=headers))
+    assert [status for status, _ in told] == [200, 413]
+    assert "beside its file" in told[1][1]["error"]["message"]
+    assert usage(kit.edge.services.settings) == FileUsage(1, 4)
+
+
 async def test_the_file_may_stand_before_its_purpose(kit: Kit, client: Client) -> None:
-    headers = {"content-type": "multipart/form-data; boundary=b"}
+    headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
     status, file = await call(client, "POST", ALL, data=raw(FILE, PURPOSE), headers=headers)
     assert (status, file["filename"], file["bytes"]) == (200, "a", 4)
     status, body = await call(client, "POST", ALL, data=b"{}")
@@ -247,14 +290,14 @@ async def test_a_file_may_be_too_large(tmp_path: Path) -> None:
         yield raw(PURPOSE, HEAD + "x" * 150_000, end="")[:-2]
         for _ in range(20):
             yield b"x" * 50_000
-        yield b"\r\n--b--\r\n"
+        yield b"\r\n--boundary--\r\n"
 
     async with client_of(kit) as client:
         await send(client, b"x" * 200_000)
         told = []
         for size in (200_001, 5_000_000):
             told.append(await call(client, "POST", ALL, data=form(b"x" * size)))
-        headers = {"content-type": "multipart/form-data; boundary=b"}
+        headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
         told.append(await call(client, "POST", ALL, data=chunks(), headers=headers))
         for status, body in told:
             assert (status, body["error"]["code"]) == (413, "request_too_large"), body
@@ -269,7 +312,7 @@ async def test_a_file_of_requests_has_a_bound_of_its_own(
     kit: Kit, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.files.file_fields.MAX_BATCH_BYTES", 1000)
-    headers = {"content-type": "multipart/form-data; boundary=b"}
+    headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
     large = HEAD + "x" * 1001
     for parts in ((large, PURPOSE), (PURPOSE, large)):
         status, body = await call(client, "POST", ALL, data=raw(*parts), headers=headers)
@@ -302,7 +345,7 @@ async def leave(client: Client, before: Callable[[], bool]) -> None:
     begin = raw(PURPOSE, FILE, end="")[:-2]
     head = (
         f"POST {ALL} HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer {KEY}\r\n"
-        "content-type: multipart/form-data; boundary=b\r\ncontent-length: 9000000\r\n\r\n"
+        f"content-type: multipart/form-data; boundary={BOUNDARY}\r\ncontent-length: 9000000\r\n\r\n"
     )
     writer.write(head.encode() + begin + b"x" * 3_000_000)
     await writer.drain()
@@ -469,7 +512,7 @@ async def test_a_body_that_takes_too_long_leaves_nothing(tmp_path: Path, name: s
             await asyncio.sleep(0.01)
 
     async with client_of(kit) as client:
-        headers = {"content-type": "multipart/form-data; boundary=b"}
+        headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
         status, body = await call(client, "POST", ALL, data=chunks(), headers=headers)
         is_over.set()
         assert (status, body["error"]["code"]) == (408, "request_timeout")

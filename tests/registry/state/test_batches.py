@@ -1,10 +1,11 @@
 """Rows of batches, on both databases: whose they are, who holds one, what a segment changes."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from registry.errors import NotFound
 from registry.session import appending, reading
@@ -44,10 +45,13 @@ def test_a_batch_is_seen_by_its_tenant_alone(engine: Engine) -> None:
     assert add(engine, NEW) == [True]
     with reading(engine) as session:
         assert batches.get(session, VIEWER, "batch_1") == replace(NEW, error_lines=[])
+        bound = replace(VIEWER, key_id="key_1", models=frozenset())
+        assert batches.get(session, bound, "batch_1").key_id == "key_1"
         for viewer, batch_id in (
             (VIEWER, "batch_2"),
             (replace(VIEWER, tenant_id="ten_2"), "batch_1"),
             (replace(VIEWER, since_at=1000.5), "batch_1"),
+            (replace(VIEWER, key_id="key_2", models=frozenset()), "batch_1"),
             (VIEWER, "a\x00b"),
         ):
             with pytest.raises(NotFound):
@@ -86,6 +90,21 @@ def test_the_oldest_that_have_ended_are_forgotten(engine: Engine) -> None:
         found = batches.listed(session, VIEWER, limit=9, after="")
         assert [each.id for each in found] == ["batch_4", "batch_3", "batch_2", "batch_1"]
         batches.get(session, replace(VIEWER, tenant_id="ten_2"), "batch_9")
+
+
+def test_two_at_once_are_not_more_than_the_maximum(engine: Engine) -> None:
+    """The second waits for the first one's transaction, and counts it."""
+    with ThreadPoolExecutor(1) as threads:
+        with appending(engine, "test") as session:
+            assert batches.add(session, NEW, 1, 9)
+            session.flush()
+            second = threads.submit(add, engine, replace(NEW, id="batch_2"), most=1)
+            waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            while engine.dialect.name == "postgresql" and not second.done():
+                with engine.connect() as watching:
+                    if watching.scalar(waiting):
+                        break
+        assert second.result(30) == [False]
 
 
 def test_a_batch_is_held_by_one_at_a_time(engine: Engine) -> None:
