@@ -218,11 +218,9 @@ class EncodeInputs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A hosted model as a worker needs it. `weight` is its fair-share weight in eviction.
-
-    `floors`: (tenant, bytes) of each tenant with a floor whose model this is: so many bytes of the
-    tenant's models are left on the worker by loads of models that are not the tenant's.
-    """
+    """A hosted model as a worker needs it. `weight` is its fair-share weight in eviction. `floors`:
+    (tenant, bytes) of each tenant with a floor whose model this is: so many bytes of the tenant's
+    models are left on the worker by loads of models that are not the tenant's."""
 
     model_id: str
     pack_dir: str
@@ -260,8 +258,8 @@ class Submit(_Message, frozen=True):
     `logprobs`, `prompt_logprobs`: -1 for none, k for the token's own and the k likeliest's.
     `timeout_s` after its arrival the request ends with reason `timeout`, waiting or running, within
     one step; 0: no bound of its own (EngineConfig.request_timeout_s holds anyhow).
-    `encode` is set for a model that embeds or classifies, and for no other; `max_tokens` is 0 then,
-    and the answer is one delta with `vectors`.
+    `encode`: for a model that embeds or classifies; then `max_tokens` is 0, and the answer is one
+    delta with `vectors`.
     `generated`: tokens that earlier attempts have made, fewer than `max_tokens`, which counts them.
     The request goes on behind them; `cached_tokens` is what the first attempt found of its prompt.
     """
@@ -297,18 +295,14 @@ class AckUsage(_Message, frozen=True):
 
 
 class AdoptUsage(_Message, frozen=True):
-    """A gateway is gone with its server, and the sender closes its books: its finishes are the
-    sender's from here on, and are sent to it. Nothing happens while that gateway is connected."""
+    """The finishes kept for a gateway that is gone are the sender's; not while it is connected."""
 
     gateway_id: str
 
 
 class LoadModel(_Message, frozen=True):
-    """Make the model resident, evicting by the worker's policy. Idempotent.
-
-    Sent again for a load that still waits for its pages, the newer figures hold. The fields are
-    explained in docs/worker-protocol.md.
-    """
+    """Make the model resident, evicting by the worker's policy. Idempotent; of a load that waits
+    for its pages the newer figures hold. docs/worker-protocol.md explains the fields."""
 
     model_id: str
     waited_s: float = 0.0
@@ -432,10 +426,10 @@ class WorkerStatus(_Message, frozen=True):
     known). `choices` are decisions about who leaves, since the previous status: of those that found
     nobody who may, only the first of a kind. For a peer that observes alone: `service`, what
     running requests have had so far, so that they count while they run, and `taken`, which Submits
-    have come since its previous status, so that it can subtract grants still under way.
-    `layout` is sent to whoever connects, and then when it has changed, twice a second at most;
-    None: as sent before. `started_at`: when the process began, epoch seconds. `checked`: the
-    receiver's last CheckIntegrity: its `call`, and what was found; empty: nothing is wrong.
+    have come since its previous status, so that it can subtract grants still under way. `layout` is
+    sent to whoever connects, and then when it has changed, twice a second at most; None: as sent
+    before. `started_at`: when the process began, epoch seconds. `checked`: the receiver's last
+    CheckIntegrity: its `call`, and what was found; empty: nothing is wrong.
     """
 
     epoch: str

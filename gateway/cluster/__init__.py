@@ -10,6 +10,7 @@ __all__ = [
     "dispatcher_server",
     "gateway_lease",
     "local_dispatcher",
+    "operator_questions",
     "process_hub",
     "remote_limits",
     "ticket_dispatcher",

@@ -8,6 +8,7 @@ with several the dispatcher is a process of its own.
     gateway -> dispatcher   Hello, Ask, Leave, Tokens, Aborted, Ended, Unclaimed, Returned, Ping
                             of limits: Reserve, Close, Figure, Carry, Restore, Add
     dispatcher -> gateway   Welcome, Granted, Moved, Denied, LoadShare, State, Done
+    between servers         ForwardedQuestion, ForwardedAnswer
 
     gateway                      dispatcher                    worker
        |-- Ask ------------------>| waits in the fair queue
@@ -215,6 +216,13 @@ class Add(_Message, frozen=True):
     pasts: list[Past]
 
 
+class ForwardedQuestion(_Message, frozen=True):
+    """An operator's, from another server; the connection is for this alone.
+    Answered by ForwardedAnswer."""
+
+    line: bytes
+
+
 class Ping(_Message, frozen=True):
     """Nothing else to say."""
 
@@ -302,6 +310,12 @@ class Done(_Message, frozen=True):
     figures: list[LimitFigures] = []
 
 
+class ForwardedAnswer(_Message, frozen=True):
+    """To a ForwardedQuestion: JSON."""
+
+    text: bytes
+
+
 ToDispatcher: TypeAlias = (
     Hello
     | Ask
@@ -317,9 +331,12 @@ ToDispatcher: TypeAlias = (
     | Carry
     | Restore
     | Add
+    | ForwardedQuestion
     | Ping
 )
-ToGateway: TypeAlias = Welcome | Granted | Moved | Denied | LoadShare | State | Done
+ToGateway: TypeAlias = (
+    Welcome | Granted | Moved | Denied | LoadShare | State | Done | ForwardedAnswer
+)
 LimitCall: TypeAlias = Reserve | Close | Figure | Carry | Restore | Add
 
 to_dispatcher: "msgspec.msgpack.Decoder[list[ToDispatcher]]" = msgspec.msgpack.Decoder(

@@ -14,11 +14,14 @@ that is gone, and what the next dispatcher takes in from those that connect to i
     all gateway processes have come    counted yet, and a budget could be overrun by it
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+import msgspec
 
 from gateway.cluster.dispatcher_protocol import (
     HEARTBEAT_S,
@@ -32,6 +35,8 @@ from gateway.cluster.dispatcher_protocol import (
     Done,
     Ended,
     Figure,
+    ForwardedAnswer,
+    ForwardedQuestion,
     Granted,
     Hello,
     Leave,
@@ -53,6 +58,7 @@ from gateway.cluster.ticket_dispatcher import TicketDispatcher
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.tickets import Ticket
 from gateway.errors import SERVER_ERROR, ApiError
+from gateway.ipc.control_socket import ControlHandler
 from gateway.ipc.ipc import Channel, MessageChannel
 from gateway.limits.policy.rate_limit import Reservation
 from gateway.limits.store import LimitStore
@@ -60,6 +66,8 @@ from gateway.limits.store import LimitStore
 logger = logging.getLogger(__name__)
 
 ORPHAN_HOLD_S = 30.0
+MAX_QUESTIONS = 8
+"""Of operators on other servers, at a time."""
 GATHER_S = 2.0
 """A gateway process that lives connects within a fraction of it."""
 LOOK_S = 1.0
@@ -115,6 +123,9 @@ class DispatcherServer:
         self._early: list[tuple[ConnectedGateway, Reserve]] = []
         self._next_beat_s = 0.0
         self._next_look_s = 0.0
+        self.handler: ControlHandler | None = None
+        """Of operators' questions that come to another server."""
+        self._answering: set[asyncio.Task[None]] = set()
         self._outlooks: tuple[dict[str, str], dict[str, float]] = ({}, {})
 
     @property
@@ -186,6 +197,25 @@ class DispatcherServer:
         """Counts have been compared with the ledger: it knows of all that was spent before."""
         for name in [name for name, orphan in self._orphans.items() if orphan.is_settled]:
             self.claim(name)
+
+    def question(self, channel: MessageChannel[ToDispatcher, ToGateway], line: bytes) -> None:
+        """An operator asks on another server. Nobody who cannot be answered waits."""
+        if self.handler is None or len(self._answering) >= MAX_QUESTIONS:
+            channel.lose("too many questions at a time")
+            return
+        task = asyncio.create_task(self._answer(self.handler, channel, line))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer(
+        self,
+        handler: ControlHandler,
+        channel: MessageChannel[ToDispatcher, ToGateway],
+        line: bytes,
+    ) -> None:
+        found = handler.answer(line)
+        answer = found if isinstance(found, dict) else await found
+        channel.send(ForwardedAnswer(msgspec.json.encode(answer)))
 
     # Of peers.
 
@@ -346,7 +376,7 @@ class ConnectedGateway:
     def receive(self, message: ToDispatcher) -> None:
         """One message. What comes with every request is looked for first."""
         server, dispatcher = self._server, self._server.dispatcher
-        if not self.gateway_id and not isinstance(message, Hello):
+        if not self.gateway_id and not isinstance(message, Hello | ForwardedQuestion):
             self.channel.lose("it did not say Hello")
         elif isinstance(message, Tokens):
             dispatcher.tokens(self, message.counts)
@@ -372,6 +402,8 @@ class ConnectedGateway:
             dispatcher.returned(self, *key, message.refused, message.ticket)
         elif isinstance(message, Hello):
             server.hello(self, message)
+        elif isinstance(message, ForwardedQuestion):
+            server.question(self.channel, message.line)
         elif isinstance(message, Carry):
             server.carry(self, message.reservations)
             self.channel.send(Done(message.call))

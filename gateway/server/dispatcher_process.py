@@ -41,6 +41,7 @@ from gateway.cluster.dispatcher_client import REMOTE_SILENCE_S
 from gateway.cluster.dispatcher_lease import DispatcherLease, RowLeads
 from gateway.cluster.dispatcher_server import ORPHAN_HOLD_S, DispatcherServer
 from gateway.cluster.local_dispatcher import DISPATCHER_ID
+from gateway.cluster.operator_questions import QuestionForwarder
 from gateway.cluster.process_hub import HubLink, WorkerHomes
 from gateway.cluster.ticket_dispatcher import TicketDispatcher
 from gateway.dispatch.counter_checkpoint import CounterCheckpoint, LeadFile, LeadStore
@@ -109,7 +110,7 @@ class DispatcherParts:
         self.clients = made_with.clients(DISPATCHER_ID, epoch)
         self._alerts = AlertWatch(made_with.engine, settings.alert_interval_s, made_with.registry)
         self._sweeper = build_sweeper(made_with.engine, settings)
-        self._handler = OperatorHandler(
+        self.handler = OperatorHandler(
             dispatcher,
             lambda name: directory.find_model(name) is not None,
             settings.worker_labels,
@@ -138,7 +139,7 @@ class DispatcherParts:
             self._keep_ticking(),
         )
         async with (
-            listening(self._socket, self._handler),
+            listening(self._socket, self.handler),
             running(*work, *own) as parts,
         ):
             yield parts
@@ -195,6 +196,7 @@ class Active:
         checks = {"limits": self._store.check_integrity}
         about = (made_with, self.dispatcher, share, homes, directory)
         self.parts = DispatcherParts(*about, checks, self._tick, epoch, leads)
+        self._server.handler = self.parts.handler
         self._look: asyncio.Task[None] | None = None
         self.dispatcher.add_swap_listener(Metrics(registry).on_swap)
         registry.register(StateCollector(self.dispatcher, _NoLedger(), lambda: 0))
@@ -318,9 +320,11 @@ async def elected(
     if not settings.is_clustered:
         yield epoch, None
         return
+    tls = made_with.tls()
+    assert tls is not None
     server_id = owner_of(settings.data_path, "").rstrip("/")
     with DispatcherLease(settings.registry_url, server_id, settings.dispatcher_address) as lease:
-        async with listening(operator_socket(settings.data_path), Elsewhere(lease)):
+        async with listening(operator_socket(settings.data_path), QuestionForwarder(lease, tls)):
             taken = await lease.take(epoch, stop)
         if taken is None:
             yield None, None
@@ -332,23 +336,6 @@ async def elected(
         finally:
             keeping.cancel()
             await lease.give_up()
-
-
-class Elsewhere:
-    """What operators are told on a server whose dispatcher is not the active one. Implements
-    ControlHandler."""
-
-    def __init__(self, lease: DispatcherLease) -> None:
-        self._lease = lease
-
-    def answer(self, line: bytes) -> dict[str, Any]:
-        """An error, whatever was asked."""
-        seen = self._lease.seen
-        at = f" at {seen.address}" if seen is not None else ""
-        return {
-            "error": f"another server has the active dispatcher{at}: run the command on its "
-            "machine, with its data folder"
-        }
 
 
 async def run(name: str, config: ProcessConfig) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from bench import client
 from tests.e2e.conftest import Prepared
-from tests.e2e.server import usage_rows
+from tests.e2e.server import polyhost_json, usage_rows
 from tests.e2e.test_failures import begin
 from tests.e2e.test_workers import bodies
 from tests.e2e.two_servers import (
@@ -53,6 +53,12 @@ async def test_the_other_server_s_streams_do_not_notice(
         pass
     check(pair, tenant, again)
     assert len(usage_rows(pair.folders[first], tenant=tenant)) == len(seen) + len(again)
+    for folder in pair.folders.values():  # Wherever the dispatcher is, operators are answered.
+        rows = polyhost_json(folder, "workers", "list")
+        assert {row["name"]: row["state"] for row in rows} == {
+            "far-0": "serving",
+            "far-1": "serving",
+        }
 
 
 async def test_a_lost_server_s_requests_are_closed_by_the_other_and_stay_closed(

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event
@@ -16,11 +15,10 @@ from sqlalchemy import Engine, event
 from engine.protocol import Finish, FinishReason, Usage
 from gateway.errors import UNAVAILABLE, ApiError
 from gateway.ledger.journal_segments import DiskFiles, Files, RecordCodec
-from gateway.ledger.ledger import REPORT_S, Ledger
+from gateway.ledger.ledger import Ledger
 from gateway.ledger.ledger_recovery import RECOVERED_KIND, owner_of
 from gateway.pricing.policy.pricing import FREE, Prices, Rates
 from gateway.settings.settings import Settings
-from gateway.settings.worker_settings import WorkerSpec
 from registry.locks import LockBusy
 from registry.money.ledger import OpenRecord, Posting, open_left
 from registry.session import make_engine, reading
@@ -170,39 +168,6 @@ async def test_what_is_posted_is_acknowledged_and_comes_to_the_database(engine: 
         await ledger.check_integrity()
         assert ledger.snapshot().num_pending == 0
         assert ledger.snapshot().num_open == 0
-
-
-CLUSTERED: dict[str, Any] = {
-    "dispatcher_address": "a:1",
-    "database_url": "postgresql://shared",
-    "workers": (WorkerSpec(name="far-0", endpoint="tcp://b:1", public_key="k" * 40),),
-}
-
-
-async def test_with_other_servers_a_worker_forgets_what_the_database_has(
-    engine: Engine, tmp_path: Path
-) -> None:
-    """This machine may never come back with its journal."""
-    acked: list[str] = []
-    blocker = blocker_of(engine, tmp_path)
-    ledger = ledger_on(engine, acked, **CLUSTERED)
-    async with started(ledger):
-        blocker.execute("BEGIN IMMEDIATE")
-        await ledger.open(opened("a"))
-        await ledger.post(posting("a"))
-        await ledger.open(opened("b"))  # durable, and so is what came before
-        await asyncio.sleep(3 * REPORT_S)
-        assert acked == []
-        blocker.execute("ROLLBACK")
-        blocker.close()
-        await ledger.written()
-        for _ in range(300):
-            if not acked:
-                await asyncio.sleep(REPORT_S)
-        assert acked == ["a"]
-        assert set(postings_in(engine)) == {"a"}
-        await ledger.void("b")
-    assert acked == ["a", "b"]
 
 
 async def test_void_closes_without_a_posting(engine: Engine) -> None:
