@@ -5,22 +5,29 @@ A row for each gateway is renewed every RENEW_S. A gateway whose row stays the s
 whoever takes them first, as after a kill (ledger.py, `adopt`), and then its row is deleted. If it
 was not lost after all, nothing is billed twice: of two postings of a request the first one counts,
 and what its journal brings later changes nothing.
+
+Workers are asked for no finish but those of the adopted records: one whose open record is still in
+the lost machine's journal is that machine's to post, and another adopter's is that one's.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.cluster.policy.absences import RENEW_S, Absences
 from gateway.cluster.policy.election import AWAY_S
+from registry.money.ledger import OpenRecord
 from registry.servers import gateway_leases
 from registry.session import make_impatient_engine
 
 logger = logging.getLogger(__name__)
+
+ASK_EVERY_S = 1.0
+"""A worker may connect later, or notice later that the lost gateway is gone."""
 
 
 class GatewayLease:
@@ -72,3 +79,38 @@ class GatewayLease:
                 await self._adopt(gateway_id)
                 about = (self._engine, gateway_id, rows[gateway_id])
                 await asyncio.to_thread(gateway_leases.forget, *about)
+
+
+class Adoption:
+    """How one gateway closes the books of others: call it with the id of each that is lost.
+
+    Their open records become its own, what they may still cost is held against budgets, and workers
+    are asked for the finishes of just these, until the ledger closes them.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[str], Awaitable[list[OpenRecord]]],
+        carry: Callable[[Iterable[OpenRecord]], Awaitable[None]],
+        ask_workers: Callable[[str, list[str]], None],
+        wait_s: float,
+    ) -> None:
+        """`take(gateway_id)`: its open records, which are this gateway's from then on, and are
+        closed after `wait_s`."""
+        self._take = take
+        self._carry = carry
+        self._ask_workers = ask_workers
+        self._wait_s = wait_s
+
+    async def __call__(self, gateway_id: str) -> None:
+        """Returns when nobody has to be asked any more. Raises SQLAlchemyError."""
+        records = await self._take(gateway_id)
+        if not records:
+            return
+        await self._carry(records)
+        request_ids = [record.request_id for record in records]
+        left_s = self._wait_s
+        while left_s > 0:
+            self._ask_workers(gateway_id, request_ids)
+            await asyncio.sleep(min(ASK_EVERY_S, left_s))
+            left_s -= ASK_EVERY_S

@@ -29,7 +29,7 @@ from gateway.cluster.dispatcher_client import SocketLink
 from gateway.cluster.dispatcher_places import DispatcherPlaces, DispatcherWatch
 from gateway.cluster.dispatcher_protocol import PROTOCOL_VERSION, Hello
 from gateway.cluster.dispatcher_proxy import DispatcherProxy
-from gateway.cluster.gateway_lease import GatewayLease
+from gateway.cluster.gateway_lease import Adoption, GatewayLease
 from gateway.cluster.process_hub import HubLink
 from gateway.cluster.remote_limits import RemoteStore
 from gateway.dispatch.dispatcher import TICK_S, Dispatcher
@@ -94,6 +94,12 @@ class GatewayParts:
         owner = owner_of(settings.data_path, name)
         self.poll = made_with.poll(self.directory, store, self._on_models, dispatcher, owner)
         self._clients = made_with.clients(name)
+        self.adopt = Adoption(
+            self.ledger.adopt,
+            self.poll.carry,
+            requests.adopt_usage,
+            settings.ledger_recovery_wait_s,
+        )
         self._embedding = embedder_connection(settings, made_with.context, name)
         self._stop = asyncio.Event()
         self._http: HttpServer | None = None
@@ -115,11 +121,6 @@ class GatewayParts:
             scrape=self._scrape,
         )
         self._http = HttpServer(services, {PREFIX: AdminApp})
-
-    async def adopt(self, gateway_id: str) -> None:
-        """Close what a lost gateway of another server left open. Raises SQLAlchemyError."""
-        await self.poll.carry(await self.ledger.adopt(gateway_id))
-        self.requests.adopt_usage(gateway_id)
 
     def connect(self) -> None:
         """Begin to connect to the workers."""

@@ -1,17 +1,19 @@
 """Gateways that say that they live, and what becomes of one that does not any more."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
 from gateway.cluster import gateway_lease
-from gateway.cluster.gateway_lease import GatewayLease
+from gateway.cluster.gateway_lease import Adoption, GatewayLease
+from registry.money.ledger import OpenRecord
 from registry.servers import gateway_leases
 from registry.session import make_engine
 from tests.gateway.ipc.test_ipc import until
+from tests.gateway.ledger.test_ledger import opened
 
 LOST_AFTER_S = 0.6
 
@@ -55,3 +57,24 @@ async def test_the_books_of_a_lost_one_are_adopted_and_its_row_goes(
         assert set(adopted) == {"lost/gateway-0"}
         assert set(gateway_leases.renew(engine, "x")) == {"a/gateway-0"}
     engine.dispose()
+
+
+async def test_workers_are_asked_again_and_again_for_the_records_that_were_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway_lease, "ASK_EVERY_S", 0.01)
+    left = {"lost": [opened("a"), opened("b")]}
+    carried: list[str] = []
+    asked: list[tuple[str, list[str]]] = []
+
+    async def take(gateway_id: str) -> list[OpenRecord]:
+        return left.pop(gateway_id, [])
+
+    async def carry(records: Iterable[OpenRecord]) -> None:
+        assert not asked  # budgets hold what they may cost before anything else happens
+        carried.extend(record.request_id for record in records)
+
+    adopt = Adoption(take, carry, lambda *about: asked.append(about), 0.05)
+    await asyncio.gather(adopt("lost"), adopt("lost"))  # of two adopters one has the records
+    assert carried == ["a", "b"]
+    assert asked == [("lost", ["a", "b"])] * 5
