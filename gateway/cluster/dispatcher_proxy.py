@@ -218,6 +218,11 @@ class DispatcherProxy(GrantedRequests):
         the workers for the finishes that they keep of them."""
         self._workers.send_all(AdoptUsage(gateway_id, request_ids))
 
+    def is_gone(self, gateway_id: str) -> bool:
+        """Whether the active dispatcher says that this gateway is not connected to it."""
+        gateways = self._state.gateways
+        return gateways is not None and gateway_id not in gateways
+
     def begin_drain(self) -> None:
         """Not ready any more; take nothing new, finish what is here."""
         self._stopping = True

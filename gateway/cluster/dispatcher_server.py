@@ -68,6 +68,8 @@ logger = logging.getLogger(__name__)
 ORPHAN_HOLD_S = 30.0
 MAX_QUESTIONS = 8
 """Of operators on other servers, at a time."""
+MEET_S = 10.0
+"""After so long a dispatcher knows every gateway that can reach it."""
 GATHER_S = 2.0
 """A gateway process that lives connects within a fraction of it."""
 LOOK_S = 1.0
@@ -120,6 +122,7 @@ class DispatcherServer:
         self._num_expected = num_expected
         self._gathers = num_expected > 0
         self._gather_until_s = math.inf
+        self._met_s = clock() + MEET_S
         self._early: list[tuple[ConnectedGateway, Reserve]] = []
         self._next_beat_s = 0.0
         self._next_look_s = 0.0
@@ -170,7 +173,8 @@ class DispatcherServer:
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
             self._outlooks = self.dispatcher.outlooks()
-        state = State(self.dispatcher.ready, *self._outlooks)
+        met = sorted(self._peers) if now_s >= self._met_s else None
+        state = State(self.dispatcher.ready, *self._outlooks, met)
         for peer in list(self._peers.values()):
             if peer.channel.silent_s > self._silence_s:
                 peer.channel.lose(f"silent for {self._silence_s:.0f} s")

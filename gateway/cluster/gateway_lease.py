@@ -1,8 +1,10 @@
 """One gateway of several servers: says that it lives, and adopts the books of those that are lost.
 
 A row for each gateway is renewed every RENEW_S. A gateway whose row stays the same for
-`server_lost_after_s` is lost with its machine (policy/absences.py): its open records are closed by
-whoever takes them first, as after a kill (ledger.py, `adopt`), and then its row is deleted. If it
+`server_lost_after_s` (policy/absences.py) and that the active dispatcher does not know (`is_gone`)
+is lost with its machine; one that only has lost the database serves on, and its journal has what it
+posts. The open records of a lost one are closed by whoever takes them first, as after a kill
+(ledger.py, `adopt`), and then its row is deleted. If it
 was not lost after all, nothing is billed twice: of two postings of a request the first one counts,
 and what its journal brings later changes nothing.
 
@@ -32,7 +34,8 @@ ASK_EVERY_S = 1.0
 
 class GatewayLease:
     """This gateway's row, and its look at the others'. `adopt(gateway_id)` closes what that one
-    left open; it may raise SQLAlchemyError, and is called again then."""
+    left open; it may raise SQLAlchemyError, and is called again then. `is_gone(gateway_id)`: no
+    active dispatcher is connected to it; False while that is not known."""
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class GatewayLease:
         gateway_id: str,
         lost_after_s: float,
         adopt: Callable[[str], Awaitable[None]],
+        is_gone: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises InvalidValue for another database than PostgreSQL."""
@@ -47,6 +51,9 @@ class GatewayLease:
         self._gateway_id = gateway_id
         self._absences = Absences(lost_after_s)
         self._adopt = adopt
+        self._is_gone = is_gone
+        self._kept: set[str] = set()
+        """Silent, but not gone."""
         self._clock = clock
 
     async def run(self) -> None:
@@ -73,12 +80,16 @@ class GatewayLease:
     async def _look(self) -> None:
         asked_s = self._clock()
         rows = await asyncio.to_thread(gateway_leases.renew, self._engine, self._gateway_id)
-        for gateway_id in self._absences.look(rows, asked_s, self._clock()):
-            if gateway_id != self._gateway_id:
-                logger.warning("gateway=%s is lost with its server: closing its books", gateway_id)
-                await self._adopt(gateway_id)
-                about = (self._engine, gateway_id, rows[gateway_id])
-                await asyncio.to_thread(gateway_leases.forget, *about)
+        silent = set(self._absences.look(rows, asked_s, self._clock())) - {self._gateway_id}
+        gone = {gateway_id for gateway_id in silent if self._is_gone(gateway_id)}
+        for gateway_id in silent - gone - self._kept:
+            logger.warning("gateway=%s has lost the database: its books stay its own", gateway_id)
+        self._kept = silent - gone
+        for gateway_id in gone:
+            logger.warning("gateway=%s is lost with its server: closing its books", gateway_id)
+            await self._adopt(gateway_id)
+            about = (self._engine, gateway_id, rows[gateway_id])
+            await asyncio.to_thread(gateway_leases.forget, *about)
 
 
 class Adoption:

@@ -212,7 +212,9 @@ class GatewayProcess:
         self._lease: GatewayLease | None = None
         if settings.is_clustered:
             about = (settings.registry_url, owner, settings.server_lost_after_s)
-            self._lease = GatewayLease(*about, lambda lost: self._gateway.adopt(lost))
+            self._lease = GatewayLease(
+                *about, lambda lost: self._gateway.adopt(lost), requests.is_gone
+            )
         store = limit_stores.open_store(settings, name) if settings.redis_url else remote
         self._gateway = GatewayParts(name, made_with, requests, store, scrape=self._hub.scrape)
 

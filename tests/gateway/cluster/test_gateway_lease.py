@@ -1,7 +1,7 @@
 """Gateways that say that they live, and what becomes of one that does not any more."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -20,7 +20,11 @@ LOST_AFTER_S = 0.6
 
 @asynccontextmanager
 async def running(
-    url: str, name: str, adopted: list[str], failures: int = 0
+    url: str,
+    name: str,
+    adopted: list[str],
+    failures: int = 0,
+    is_gone: Callable[[str], bool] = lambda gateway_id: True,
 ) -> AsyncIterator[None]:
     """A gateway that lives. Its first `failures` adoptions fail."""
     left = iter(range(failures))
@@ -30,7 +34,7 @@ async def running(
             raise OperationalError("", {}, Exception("the database went away"))
         adopted.append(lost)
 
-    lease = GatewayLease(url, name, LOST_AFTER_S, adopt)
+    lease = GatewayLease(url, name, LOST_AFTER_S, adopt, is_gone)
     task = asyncio.create_task(lease.run())
     try:
         yield
@@ -56,6 +60,24 @@ async def test_the_books_of_a_lost_one_are_adopted_and_its_row_goes(
         await asyncio.sleep(2 * LOST_AFTER_S)
         assert set(adopted) == {"lost/gateway-0"}
         assert set(gateway_leases.renew(engine, "x")) == {"a/gateway-0"}
+    engine.dispose()
+
+
+async def test_one_that_only_has_lost_the_database_keeps_its_books(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gateway_lease, "RENEW_S", 0.05)
+    adopted: list[str] = []
+    gone: set[str] = set()
+    engine = make_engine(postgres_url)
+    gateway_leases.renew(engine, "cut/gateway-0")
+    async with running(postgres_url, "a/gateway-0", adopted, is_gone=gone.__contains__):
+        await until(lambda: "has lost the database" in caplog.text)
+        await asyncio.sleep(LOST_AFTER_S)
+        assert adopted == []
+        gone.add("cut/gateway-0")
+        await until(lambda: adopted)
+    assert caplog.text.count("has lost the database") == 1
     engine.dispose()
 
 
