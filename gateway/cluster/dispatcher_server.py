@@ -144,11 +144,16 @@ class DispatcherServer:
     def new_channel(self) -> Channel[ToDispatcher, ToGateway]:
         """For a connection that is being made."""
         channel: Channel[ToDispatcher, ToGateway] = Channel(to_dispatcher)
-        self.attach(channel)
+        self._hear(channel)
+        channel.on_made = lambda: self._channels.add(channel)
         return channel
 
     def attach(self, channel: MessageChannel[ToDispatcher, ToGateway]) -> None:
-        """Hear a gateway that will say Hello there."""
+        """Hear a gateway that will say Hello there. The connection is made."""
+        self._hear(channel)
+        self._channels.add(channel)
+
+    def _hear(self, channel: MessageChannel[ToDispatcher, ToGateway]) -> None:
         peer = ConnectedGateway(self, channel)
         channel.on_message = peer.receive
 
@@ -157,7 +162,6 @@ class DispatcherServer:
             self._lost(peer, reason)
 
         channel.on_lost = lost
-        self._channels.add(channel)
 
     def close(self) -> None:
         """Let go of everybody; what was said gets out."""
