@@ -17,7 +17,7 @@ that is gone, and what the next dispatcher takes in from those that connect to i
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -82,12 +82,14 @@ T = TypeVar("T")
 class _Orphan:
     """Money of a gateway process that is gone. `until_s`: once another is in its place. Or
     (`is_settled`) what was spent while dispatchers changed: until the ledger has been read again.
+    Or (`is_read`) what the ledger had as open when this dispatcher began.
     """
 
     gateway_id: str
     reservation: Reservation
     until_s: float = math.inf
     is_settled: bool = False
+    is_read: bool = False
 
 
 class DispatcherServer:
@@ -243,9 +245,11 @@ class DispatcherServer:
         if hello.epoch != self.epoch:
             for spent in hello.settled:
                 self.hold_spent(peer, spent)
-        for orphan in self._orphans.values():
+        for name, orphan in list(self._orphans.items()):
             if orphan.gateway_id == hello.gateway_id:
                 orphan.until_s = self.clock() + ORPHAN_HOLD_S
+                if orphan.is_read and hello.epoch:  # It has lived on and says all.
+                    self.claim(name)
         num_adopted = sum(self.dispatcher.adopt(peer, spec) for spec in hello.running)
         for spec in hello.waiting:
             self.ask(peer, spec, is_new=False)
@@ -300,6 +304,15 @@ class DispatcherServer:
         run_now(self.store.carry([spent], self.clock()))
         until_s = self.clock() + ORPHAN_HOLD_S
         self._orphans[spent.id] = _Orphan(peer.gateway_id, spent, until_s, is_settled=True)
+
+    def hold_open(self, left: Iterable[tuple[str, Reservation]]) -> None:
+        """What the ledger has as open, by gateway id, before anybody has connected: held until its
+        gateway says what it holds, or another one that has adopted it."""
+        now_s = self.clock()
+        for gateway_id, one in left:
+            run_now(self.store.carry([one], now_s))
+            until_s = now_s + self._orphans_wait_s
+            self._orphans[one.id] = _Orphan(gateway_id, one, until_s, is_read=True)
 
     def reserve(self, peer: "ConnectedGateway", message: Reserve) -> None:
         """Answered when everybody's open reservations are counted."""

@@ -211,6 +211,8 @@ class Active:
         parts = self.parts
         await parts.share_file.load()
         await self._poll.load()
+        if self._lease is not None:  # The machine of the last one may be gone with its gateways.
+            self._server.hold_open(await self._poll.read_open())
         parts.connect()
         await self._await_workers()
         async with (
