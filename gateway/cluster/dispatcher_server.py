@@ -131,6 +131,8 @@ class DispatcherServer:
         self.handler: ControlHandler | None = None
         """Of operators' questions that come to another server."""
         self._answering: set[asyncio.Task[None]] = set()
+        self.on_later: Callable[[int], None] = lambda epoch: None
+        """Told of an epoch that a gateway has spoken to and that is later than this one."""
         self._outlooks: tuple[dict[str, str], dict[str, float]] = ({}, {})
 
     @property
@@ -241,6 +243,8 @@ class DispatcherServer:
         peer.gateway_id = hello.gateway_id
         self._peers[hello.gateway_id] = peer
         peer.channel.send(Welcome(PROTOCOL_VERSION, self.epoch))
+        if hello.epoch > self.epoch:
+            self.on_later(hello.epoch)
         self.carry(peer, hello.reservations)
         if hello.epoch != self.epoch:
             for spent in hello.settled:

@@ -491,3 +491,15 @@ async def test_gateways_hear_who_is_connected_once_a_dispatcher_has_met_everybod
     assert one.dispatcher.is_gone("gateway-1")
     several.kill_dispatcher()
     assert not one.dispatcher.is_gone("gateway-1")  # nobody says so any more
+
+
+async def test_a_dispatcher_hears_of_a_later_epoch_from_gateways() -> None:
+    several = Several()
+    heard: list[int] = []
+    several.server.on_later = heard.append
+    one, two = several.gateways
+    one.link.connect(several.server)
+    two.link.epoch = several.epoch + 5
+    two.link.connect(several.server)
+    several.deliver()
+    assert heard == [several.epoch + 5]
