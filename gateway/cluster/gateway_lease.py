@@ -52,22 +52,30 @@ class GatewayLease:
         self._absences = Absences(lost_after_s)
         self._adopt = adopt
         self._is_gone = is_gone
+        self._closing: dict[str, asyncio.Task[None]] = {}
+        """The books of lost gateways; this one's row is renewed meanwhile."""
         self._kept: set[str] = set()
         """Silent, but not gone."""
         self._clock = clock
 
     async def run(self) -> None:
-        """Renew and look for ever."""
+        """Renew and look for ever. Raises what nobody foresaw."""
         is_away = False
-        while True:
-            try:
-                await self._look()
-                is_away = False
-            except SQLAlchemyError as error:
-                if not is_away:
-                    logger.warning("cannot renew this gateway's row, trying again: %s", error)
-                is_away = True
-            await asyncio.sleep(RENEW_S)
+        try:
+            while True:
+                try:
+                    await self._look()
+                    is_away = False
+                except SQLAlchemyError as error:
+                    if not is_away:
+                        logger.warning("cannot renew this gateway's row, trying again: %s", error)
+                    is_away = True
+                self._end_closed()
+                await asyncio.sleep(RENEW_S)
+        finally:
+            for task in self._closing.values():
+                task.cancel()
+            await asyncio.gather(*self._closing.values(), return_exceptions=True)
 
     async def close(self) -> None:
         """It stops in order: what is left of its books is its next start's. Call it last."""
@@ -85,11 +93,23 @@ class GatewayLease:
         for gateway_id in silent - gone - self._kept:
             logger.warning("gateway=%s has lost the database: its books stay its own", gateway_id)
         self._kept = silent - gone
-        for gateway_id in gone:
+        for gateway_id in gone - self._closing.keys():
             logger.warning("gateway=%s is lost with its server: closing its books", gateway_id)
-            await self._adopt(gateway_id)
-            about = (self._engine, gateway_id, rows[gateway_id])
-            await asyncio.to_thread(gateway_leases.forget, *about)
+            closing = self._close_books(gateway_id, rows[gateway_id])
+            self._closing[gateway_id] = asyncio.create_task(closing, name=f"adopt {gateway_id}")
+
+    async def _close_books(self, gateway_id: str, renewed_at: float) -> None:
+        await self._adopt(gateway_id)
+        about = (self._engine, gateway_id, renewed_at)
+        await asyncio.to_thread(gateway_leases.forget, *about)
+
+    def _end_closed(self) -> None:
+        """Where the database went away meanwhile, the next look begins it again."""
+        for gateway_id in [name for name, task in self._closing.items() if task.done()]:
+            try:
+                self._closing.pop(gateway_id).result()
+            except SQLAlchemyError as error:
+                logger.warning("cannot close the books of gateway=%s yet: %s", gateway_id, error)
 
 
 class Adoption:

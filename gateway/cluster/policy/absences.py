@@ -2,8 +2,8 @@
 somebody who has looked all the while.
 
 Pure. A gateway renews its row every RENEW_S (registry/servers/gateway_leases.py). Whoever could not
-look for longer than MOST_APART_S (or half of lost_after_s) begins to count anew: while the database is away nobody can renew
-anything, and when it is back everybody is to have the time to do so.
+look for longer than MOST_APART_S (or half of lost_after_s) begins to count anew: while the database
+is away nobody can renew anything, and when it is back everybody is to have the time to do so.
 
     renewed since the last look      it lives, and its time begins anew
     the same, for lost_after_s       lost, at every look until its row is gone

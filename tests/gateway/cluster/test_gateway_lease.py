@@ -81,6 +81,46 @@ async def test_one_that_only_has_lost_the_database_keeps_its_books(
     engine.dispose()
 
 
+async def test_a_gateway_renews_its_row_while_it_adopts(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_lease, "RENEW_S", 0.05)
+    begun = asyncio.Event()
+
+    async def adopt(lost: str) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    engine = make_engine(postgres_url)
+    gateway_leases.renew(engine, "lost/gateway-0")
+    lease = GatewayLease(postgres_url, "a", LOST_AFTER_S, adopt, lambda gateway_id: True)
+    task = asyncio.create_task(lease.run())
+    await begun.wait()
+    before = gateway_leases.renew(engine, "x")["a"]
+    await until(lambda: gateway_leases.renew(engine, "x")["a"] > before)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await lease.close()
+    engine.dispose()
+
+
+async def test_what_nobody_foresaw_ends_the_lease_and_with_it_the_process(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_lease, "RENEW_S", 0.05)
+
+    async def adopt(lost: str) -> None:
+        raise KeyError(lost)
+
+    engine = make_engine(postgres_url)
+    gateway_leases.renew(engine, "lost/gateway-0")
+    lease = GatewayLease(postgres_url, "a", LOST_AFTER_S, adopt, lambda gateway_id: True)
+    with pytest.raises(KeyError):
+        await lease.run()
+    await lease.close()
+    engine.dispose()
+
+
 async def test_workers_are_asked_again_and_again_for_the_records_that_were_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
