@@ -106,7 +106,15 @@ class DispatcherLease:
         return dispatcher_leases.take(*about, at_once=at_once)
 
     async def keep(self) -> None:
-        """Renew it for as long as it is this one's; returns when it is lost."""
+        """Renew it for as long as it is this one's; returns when it is lost. However it ends, this
+        dispatcher is not the active one any more, and `lost` returns."""
+        try:
+            await self._keep()
+        finally:
+            self._tenure.is_lost = True
+            self._lost.set()
+
+    async def _keep(self) -> None:
         is_away = False
         while not self._tenure.is_lost:
             asked_s = self._clock()
@@ -125,7 +133,6 @@ class DispatcherLease:
             await asyncio.sleep(RENEW_S)
         if not self._lost.is_set():
             logger.warning("another dispatcher has taken over after epoch=%d", self.epoch)
-        self._lost.set()
 
     def refused(self, epoch: int) -> None:
         """Somebody obeys this later epoch. If the row is this one's all the same, it has fallen:

@@ -342,6 +342,8 @@ async def elected(
         finally:
             keeping.cancel()
             await lease.give_up()
+        if keeping.done() and not keeping.cancelled():
+            keeping.result()  # Raises what nobody foresaw.
 
 
 async def run(name: str, config: ProcessConfig) -> None:

@@ -219,24 +219,26 @@ class GatewayProcess:
         self._gateway = GatewayParts(name, made_with, requests, store, scrape=self._hub.scrape)
 
     async def run(self) -> None:
-        """Serve until a signal, or until the parent is gone."""
+        """Serve until a signal, or until the parent is gone. Raises what ended one of its parts."""
         gateway = self._gateway
         await self._hub.connect(hub_socket(self._settings))
         await gateway.ledger.start()
         async with (
-            running(self._link.run(), self._tick(), *self._watches()),
+            running(self._link.run(), self._tick(), *self._watches()) as work,
             limit_stores.sharing(gateway.store, self._settings, gateway.poll.poke),
         ):
             await gateway.load()
             gateway.connect()
             leases = [] if self._lease is None else [self._lease.run()]
-            async with running(gateway.poll.run(), *leases):
+            async with running(gateway.poll.run(), *leases) as parts:
                 with listen(self._settings.host, self._port, shared=True) as listener:
-                    await gateway.serve(listener)
+                    ended = await gateway.serve(listener, [*work, *parts])
             await gateway.close()
         if self._lease is not None:
             await self._lease.close()
         self._hub.close()
+        for part in ended:
+            part.result()  # Raises what ended the process.
         logger.info("stopped")
 
     def on_signal(self) -> None:

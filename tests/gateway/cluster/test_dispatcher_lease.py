@@ -163,3 +163,18 @@ async def test_an_epoch_that_fell_is_taken_higher_by_whoever_has_seen_it(
         assert await second.take(0, stop) == FAR + 51
         assert noted == [FAR, FAR + 1, FAR + 50, FAR + 51]
     engine.dispose()
+
+
+async def test_a_lease_that_is_not_kept_any_more_is_lost(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever went wrong: nobody would notice another holder."""
+    with DispatcherLease(postgres_url, "a", "a:1") as lease:
+        await lease.take(0, asyncio.Event())
+        monkeypatch.setattr(dispatcher_leases, "renew", lambda *about: [][0])
+        keeping = asyncio.create_task(lease.keep())
+        async with asyncio.timeout(LONG_S):
+            await lease.lost()
+        assert not lease.may_grant()
+        with pytest.raises(IndexError):
+            await keeping
