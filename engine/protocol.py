@@ -288,14 +288,14 @@ class AckUsage(_Message, frozen=True):
 
 
 class AdoptUsage(_Message, frozen=True):
-    """The finishes kept for a gateway that is gone are the sender's; not while it is connected."""
+    """What is kept of these (and of their choices) for a gateway that is gone is the sender's."""
 
     gateway_id: str
+    request_ids: list[str]
 
 
 class LoadModel(_Message, frozen=True):
-    """Make the model resident, evicting by the worker's policy. Idempotent; the newer figures hold.
-    The fields are explained in docs/worker-protocol.md."""
+    """Make the model resident. Idempotent: the newer figures hold (docs/worker-protocol.md)."""
 
     model_id: str
     waited_s: float = 0.0

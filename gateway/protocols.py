@@ -102,6 +102,8 @@ class LedgerSnapshot:
     num_sync_errors: int = 0
     num_damaged: int = 0
     num_put_aside: int = 0
+    num_differing: int = 0
+    """Postings in whose place another one of their request stood, with another amount."""
     num_rolled: int = 0
     """Postings added to roll-ups."""
 

@@ -25,7 +25,7 @@ it (the gateway then bills its own last checkpoint).
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -131,9 +131,14 @@ class UsageOutbox:
                 num_acked += 1
         return num_acked
 
-    def adopt(self, gateway_id: str, by: str) -> list[TokenDelta]:
-        """What is kept for the one gateway is kept for the other from here on: this, as deltas."""
-        adopted = self.unacked(gateway_id)
+    def adopt(self, gateway_id: str, request_ids: Collection[str], by: str) -> list[TokenDelta]:
+        """What is kept for the one gateway of these requests and their choices is kept for the
+        other from here on: this, as deltas. The rest stays, for a gateway that may come back."""
+        adopted = [
+            delta
+            for delta in self.unacked(gateway_id)
+            if delta.request_id.partition("#")[0] in request_ids
+        ]
         for delta in adopted:
             key = (delta.request_id, delta.attempt)
             self._entries[key] = (by, self._entries[key][1])

@@ -200,7 +200,7 @@ class Worker:
             case AckUsage():
                 self._outbox.ack(peer.gateway_id, message.requests)
             case AdoptUsage():
-                self._adopt_usage(peer, message.gateway_id)
+                self._adopt_usage(peer, message)
             case CheckIntegrity():
                 self._check_for(peer, message.call, now_s)
             case SetCatalog() | LoadModel() | WarmModel() | UnloadModel():
@@ -245,8 +245,9 @@ class Worker:
         for start in range(0, len(kept), RESEND_BATCH):
             self._send(peer, StepOutput(self._epoch, kept[start : start + RESEND_BATCH]))
 
-    def _adopt_usage(self, peer: Peer, gateway_id: str) -> None:
+    def _adopt_usage(self, peer: Peer, message: AdoptUsage) -> None:
         """A gateway that is connected closes its own books."""
+        gateway_id = message.gateway_id
         if any(other.gateway_id == gateway_id for other in self._peers.values()):
             logger.warning(
                 "gateway=%s asks for the usage of %s, which is connected: it stays",
@@ -254,10 +255,10 @@ class Worker:
                 gateway_id,
             )
             return
-        adopted = self._outbox.adopt(gateway_id, peer.gateway_id)
-        logger.info(
-            "gateway=%s has taken over finishes=%d of %s", peer.gateway_id, len(adopted), gateway_id
-        )
+        adopted = self._outbox.adopt(gateway_id, set(message.request_ids), peer.gateway_id)
+        if adopted:
+            about = peer.gateway_id, len(adopted), gateway_id
+            logger.info("gateway=%s has taken over finishes=%d of %s", *about)
         self._send_kept(peer, adopted)
 
     def _obeys(self, hello: Hello) -> bool:

@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.auth.directory import Catalog, Directory, View, read_view
 from gateway.limits.limit_restore import LimitRestore, Owned
+from gateway.limits.policy.rate_limit import Reservation
 from gateway.limits.store import LimitStore
 from gateway.types import HostedModel
 from registry.models import residency_requests
@@ -133,6 +134,10 @@ class RegistryPoll:
     async def carry(self, records: Iterable[OpenRecord]) -> None:
         """Requests of a gateway that is lost are closed here: see limit_restore.py."""
         await self._restore.carry(records)
+
+    async def read_open(self) -> list[tuple[str, Reservation]]:
+        """What all gateways have open may cost so much: see limit_restore.py."""
+        return await self._restore.read_open()
 
     def count_posting(self, posting: Posting) -> None:
         """A request of an earlier server was posted: see limit_restore.py."""

@@ -30,6 +30,8 @@ from gateway.ipc import ipc
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.05
+EARLIER_RETRY_S = 0.25
+"""After one that is not the one to speak to: it has to end first."""
 WELCOME_S = 2.0
 """Where another server may have the dispatcher, one that does not answer a Hello is left."""
 REMOTE_SILENCE_S = 3.0
@@ -46,6 +48,7 @@ class DispatcherLink:
         self.epoch = 0
         """Of the dispatcher that was spoken to last."""
         self.is_up = False
+        self._met_earlier = False
         self.hello: Callable[[], Hello]
         self.on_message: list[Callable[[ToGateway], None]] = []
         self.on_up: list[Callable[[bool], None]] = []
@@ -82,6 +85,7 @@ class DispatcherLink:
         elif message.version != PROTOCOL_VERSION:
             channel.lose(f"it speaks version {message.version}, not {PROTOCOL_VERSION}")
         elif message.epoch < self.epoch:
+            self._met_earlier = True
             channel.lose(f"it is an earlier one, {message.epoch} after {self.epoch}")
         else:
             is_other, self.epoch = message.epoch != self.epoch, message.epoch
@@ -129,7 +133,8 @@ class SocketLink(DispatcherLink):
                 self._next += 1
                 await self._connect_once(address)
                 self._at = None
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(EARLIER_RETRY_S if self._met_earlier else RETRY_S)
+                self._met_earlier = False
         finally:
             self.close()
 

@@ -35,16 +35,24 @@ class DispatcherLease:
     """One server's. A context: its connection is closed at the end."""
 
     def __init__(
-        self, url: str, server_id: str, address: str, clock: Callable[[], float] = time.monotonic
+        self,
+        url: str,
+        server_id: str,
+        address: str,
+        clock: Callable[[], float] = time.monotonic,
+        on_epoch: Callable[[int], None] = lambda epoch: None,
     ) -> None:
         """`server_id`, `address`: what the row names this server by, and where its dispatcher
-        listens. Raises InvalidValue for another database than PostgreSQL."""
+        listens. `on_epoch`: told each epoch that is higher than all before, to be remembered: a
+        database can be put back. Raises InvalidValue for another database than PostgreSQL."""
         self.engine: Engine = make_impatient_engine(url, AWAY_S)
         self._own = (server_id, address)
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "lease")
         self._tenure = Tenure(float("-inf"))
         self._lost = asyncio.Event()
+        self._on_epoch = on_epoch
+        self._highest = 0
         self.epoch = 0
         self.seen: LeaseRow | None = None
         """The row, as it was read last before it was taken."""
@@ -82,13 +90,15 @@ class DispatcherLease:
         asked_s = self._clock()
         seen = self.seen = await self._call(dispatcher_leases.read, self.engine)
         if seen is not None:
+            self._note(seen.epoch)
             holder, stamp = (seen.holder, seen.address), (seen.epoch, seen.until_at)
             if not candidacy.may_take(holder, stamp, asked_s, self._clock()):
                 return None
         is_free = seen is not None and candidacy.is_free(holder, stamp)
         asked_s = self._clock()
-        epoch = await self._call(self._take, seen, least, is_free)
+        epoch = await self._call(self._take, seen, max(least, self._highest + 1), is_free)
         if epoch is not None:
+            self._note(epoch)
             self.epoch, self._tenure = epoch, Tenure(asked_s)
         return epoch
 
@@ -97,7 +107,15 @@ class DispatcherLease:
         return dispatcher_leases.take(*about, at_once=at_once)
 
     async def keep(self) -> None:
-        """Renew it for as long as it is this one's; returns when it is lost."""
+        """Renew it for as long as it is this one's; returns when it is lost. However it ends, this
+        dispatcher is not the active one any more, and `lost` returns."""
+        try:
+            await self._keep()
+        finally:
+            self._tenure.is_lost = True
+            self._lost.set()
+
+    async def _keep(self) -> None:
         is_away = False
         while not self._tenure.is_lost:
             asked_s = self._clock()
@@ -114,8 +132,21 @@ class DispatcherLease:
                     logger.warning("cannot renew the dispatcher's lease, going on: %s", error)
                 is_away = True
             await asyncio.sleep(RENEW_S)
-        logger.warning("another dispatcher has taken over after epoch=%d", self.epoch)
+        if not self._lost.is_set():
+            logger.warning("another dispatcher has taken over after epoch=%d", self.epoch)
+
+    def refused(self, epoch: int) -> None:
+        """Somebody obeys this later epoch. If the row is this one's all the same, it has fallen:
+        this dispatcher ends, and the next one takes a higher epoch than that."""
+        logger.warning("this dispatcher has epoch=%d, others obey epoch=%d", self.epoch, epoch)
+        self._note(epoch)
+        self._tenure.is_lost = True
         self._lost.set()
+
+    def _note(self, epoch: int) -> None:
+        if epoch > self._highest:
+            self._highest = epoch
+            self._on_epoch(epoch)
 
     async def lost(self) -> None:
         """Returns when `keep` has found that it is another's."""

@@ -49,7 +49,7 @@ from gateway.limits.policy.rate_limit import Draw, LimitFigures, Reservation, Us
 from gateway.limits.store import LimitDecision, Past
 from gateway.types import BatchWindow
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 HEARTBEAT_S = 0.25
 """How often each side says something."""
 TOKENS_EVERY_S = 0.1
@@ -301,11 +301,13 @@ class Denied(_Message, frozen=True):
 
 class State(_Message, frozen=True):
     """Heartbeat, and whether a worker answers the dispatcher; `failures`: model -> why it cannot be
-    served now; `etas_s`: seconds until a model that somebody waits for is there."""
+    served now; `etas_s`: seconds until a model that somebody waits for is there; `gateways`: who is
+    connected, None from a dispatcher that is new and may not have met all of them."""
 
     ready: bool
     failures: dict[str, str]
     etas_s: dict[str, float]
+    gateways: list[str] | None = None
 
 
 class Done(_Message, frozen=True):

@@ -216,10 +216,15 @@ class DispatcherProxy(GrantedRequests):
         """Their usage is durable: the workers may forget it."""
         self.unacked.ack(request_ids)
 
-    def adopt_usage(self, gateway_id: str) -> None:
-        """Another gateway is lost with its server, and its open records are this one's: ask the
-        workers for the finishes that they keep for it."""
-        self._workers.send_all(AdoptUsage(gateway_id))
+    def adopt_usage(self, gateway_id: str, request_ids: list[str]) -> None:
+        """Another gateway is lost with its server, and these open records of it are this one's: ask
+        the workers for the finishes that they keep of them."""
+        self._workers.send_all(AdoptUsage(gateway_id, request_ids))
+
+    def is_gone(self, gateway_id: str) -> bool:
+        """Whether the active dispatcher says that this gateway is not connected to it."""
+        gateways = self._state.gateways
+        return gateways is not None and gateway_id not in gateways
 
     def begin_drain(self) -> None:
         """Not ready any more; take nothing new, finish what is here."""

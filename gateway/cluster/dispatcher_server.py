@@ -17,7 +17,7 @@ that is gone, and what the next dispatcher takes in from those that connect to i
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -68,6 +68,8 @@ logger = logging.getLogger(__name__)
 ORPHAN_HOLD_S = 30.0
 MAX_QUESTIONS = 8
 """Of operators on other servers, at a time."""
+MEET_S = 10.0
+"""After so long a dispatcher knows every gateway that can reach it."""
 GATHER_S = 2.0
 """A gateway process that lives connects within a fraction of it."""
 LOOK_S = 1.0
@@ -80,12 +82,14 @@ T = TypeVar("T")
 class _Orphan:
     """Money of a gateway process that is gone. `until_s`: once another is in its place. Or
     (`is_settled`) what was spent while dispatchers changed: until the ledger has been read again.
+    Or (`is_read`) what the ledger had as open when this dispatcher began.
     """
 
     gateway_id: str
     reservation: Reservation
     until_s: float = math.inf
     is_settled: bool = False
+    is_read: bool = False
 
 
 class DispatcherServer:
@@ -120,12 +124,15 @@ class DispatcherServer:
         self._num_expected = num_expected
         self._gathers = num_expected > 0
         self._gather_until_s = math.inf
+        self._met_s = clock() + MEET_S
         self._early: list[tuple[ConnectedGateway, Reserve]] = []
         self._next_beat_s = 0.0
         self._next_look_s = 0.0
         self.handler: ControlHandler | None = None
         """Of operators' questions that come to another server."""
         self._answering: set[asyncio.Task[None]] = set()
+        self.on_later: Callable[[int], None] = lambda epoch: None
+        """Told of an epoch that a gateway has spoken to and that is later than this one."""
         self._outlooks: tuple[dict[str, str], dict[str, float]] = ({}, {})
 
     @property
@@ -141,11 +148,16 @@ class DispatcherServer:
     def new_channel(self) -> Channel[ToDispatcher, ToGateway]:
         """For a connection that is being made."""
         channel: Channel[ToDispatcher, ToGateway] = Channel(to_dispatcher)
-        self.attach(channel)
+        self._hear(channel)
+        channel.on_made = lambda: self._channels.add(channel)
         return channel
 
     def attach(self, channel: MessageChannel[ToDispatcher, ToGateway]) -> None:
-        """Hear a gateway that will say Hello there."""
+        """Hear a gateway that will say Hello there. The connection is made."""
+        self._hear(channel)
+        self._channels.add(channel)
+
+    def _hear(self, channel: MessageChannel[ToDispatcher, ToGateway]) -> None:
         peer = ConnectedGateway(self, channel)
         channel.on_message = peer.receive
 
@@ -154,7 +166,6 @@ class DispatcherServer:
             self._lost(peer, reason)
 
         channel.on_lost = lost
-        self._channels.add(channel)
 
     def close(self) -> None:
         """Let go of everybody; what was said gets out."""
@@ -170,7 +181,8 @@ class DispatcherServer:
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
             self._outlooks = self.dispatcher.outlooks()
-        state = State(self.dispatcher.ready, *self._outlooks)
+        met = sorted(self._peers) if now_s >= self._met_s else None
+        state = State(self.dispatcher.ready, *self._outlooks, met)
         for peer in list(self._peers.values()):
             if peer.channel.silent_s > self._silence_s:
                 peer.channel.lose(f"silent for {self._silence_s:.0f} s")
@@ -231,13 +243,17 @@ class DispatcherServer:
         peer.gateway_id = hello.gateway_id
         self._peers[hello.gateway_id] = peer
         peer.channel.send(Welcome(PROTOCOL_VERSION, self.epoch))
+        if hello.epoch > self.epoch:
+            self.on_later(hello.epoch)
         self.carry(peer, hello.reservations)
         if hello.epoch != self.epoch:
             for spent in hello.settled:
                 self.hold_spent(peer, spent)
-        for orphan in self._orphans.values():
+        for name, orphan in list(self._orphans.items()):
             if orphan.gateway_id == hello.gateway_id:
                 orphan.until_s = self.clock() + ORPHAN_HOLD_S
+                if orphan.is_read and hello.epoch:  # It has lived on and says all.
+                    self.claim(name)
         num_adopted = sum(self.dispatcher.adopt(peer, spec) for spec in hello.running)
         for spec in hello.waiting:
             self.ask(peer, spec, is_new=False)
@@ -292,6 +308,15 @@ class DispatcherServer:
         run_now(self.store.carry([spent], self.clock()))
         until_s = self.clock() + ORPHAN_HOLD_S
         self._orphans[spent.id] = _Orphan(peer.gateway_id, spent, until_s, is_settled=True)
+
+    def hold_open(self, left: Iterable[tuple[str, Reservation]]) -> None:
+        """What the ledger has as open, by gateway id, before anybody has connected: held until its
+        gateway says what it holds, or another one that has adopted it."""
+        now_s = self.clock()
+        for gateway_id, one in left:
+            run_now(self.store.carry([one], now_s))
+            until_s = now_s + self._orphans_wait_s
+            self._orphans[one.id] = _Orphan(gateway_id, one, until_s, is_read=True)
 
     def reserve(self, peer: "ConnectedGateway", message: Reserve) -> None:
         """Answered when everybody's open reservations are counted."""

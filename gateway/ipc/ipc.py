@@ -69,6 +69,9 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self._decoder = decoder
         self.on_message: Callable[[In], None] = lambda message: None
         self.on_lost: Callable[[str], None] = lambda reason: None
+        self.on_made: Callable[[], None] = lambda: None
+        self.on_gone: Callable[[], None] = lambda: None
+        """Of a listener: a connection is there; it is gone, whichever side ended it."""
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._outgoing: list[Out] = []
@@ -122,6 +125,7 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         """Both ends are there."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
         self.heard_s = asyncio.get_running_loop().time()
+        self.on_made()
 
     def data_received(self, data: bytes) -> None:
         """Whole frames go on, the rest waits for more."""
@@ -142,6 +146,7 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The other end is gone, or this one closed it."""
+        self.on_gone()
         if not self.closed:
             self.closed = True
             self.on_lost(self._ending or (str(exc) if exc else "it ended"))
@@ -191,7 +196,8 @@ async def listening(
 
 
 class Accepted:
-    """The connections of a listener: makes their channels, and ends them with it."""
+    """The connections of a listener: makes their channels, and ends them with it. Of a connection
+    over TLS whose handshake fails nothing is kept: its channel hears neither begin nor end."""
 
     def __init__(self, new_channel: Callable[[], Channel[Any, Any]]) -> None:
         self._new_channel = new_channel
@@ -199,10 +205,15 @@ class Accepted:
 
     def __call__(self) -> Channel[Any, Any]:
         """For a connection that is being made."""
-        channels = self._channels
-        channels.difference_update([channel for channel in channels if channel.closed])
         channel = self._new_channel()
-        channels.add(channel)
+        on_made = channel.on_made
+
+        def made() -> None:
+            self._channels.add(channel)
+            on_made()
+
+        channel.on_made = made
+        channel.on_gone = lambda: self._channels.discard(channel)
         return channel
 
     @contextlib.asynccontextmanager
@@ -212,6 +223,6 @@ class Accepted:
             yield
         finally:
             server.close()
-            for channel in self._channels:
+            for channel in list(self._channels):
                 channel.close()
             await asyncio.sleep(0)  # in which their transports close

@@ -2,7 +2,9 @@
 
 All servers of an installation have certificates of one authority that is theirs alone
 (`polyhost servers cert`), so whoever has one is a server of it, under whatever address: names are
-not compared. A channel exists only after that: before it nothing that a peer sends is decoded.
+not compared. A channel hears of its connection only after that: before it nothing that a peer sends
+is decoded. A handshake has HANDSHAKE_S; how many go on at a time is bounded only by the open files
+of the process, so the port belongs on a private network.
 """
 
 import asyncio

@@ -333,6 +333,7 @@ class Ledger:
             num_sync_errors=journal.num_sync_errors,
             num_damaged=journal.segments.num_damaged,
             num_put_aside=counts.put_aside,
+            num_differing=counts.differing,
             num_rolled=counts.rolled,
         )
 

@@ -51,6 +51,7 @@ class WriterCounts:
     voided: int = 0
     write_errors: int = 0
     put_aside: int = 0
+    differing: int = 0
     rolled: int = 0
     written: int = 0
     """Records of this process that the writer is through with."""
@@ -223,9 +224,18 @@ class LedgerWriter:
             ledger.open_many(session, list(batch.opens.values()))
             ledger.checkpoint_many(session, batch.checkpoints)
             num_posted = ledger.insert_postings(session, batch.postings)
+            differing: list[tuple[Posting, int]] = []
+            if num_posted < len(batch.postings):  # another process has posted some of them before
+                differing = ledger.find_differing(session, batch.postings)
             ledger.void_many(session, batch.ended)
         self.counts.opened += len(batch.opens)
         self.counts.posted += num_posted
+        self.counts.differing += len(differing)
+        for posting, there in differing:
+            logger.error(
+                "LEDGER DIFFERS request=%s: it is posted with %d nanos, and not again with %d",
+                *(posting.request_id, there, posting.cost_nanos),
+            )
         self.counts.voided += batch.num_voids
 
     def _split(self, records: Sequence[Record], again: bool, error: BaseException) -> bool:

@@ -161,19 +161,25 @@ class LimitRestore:
         """Count what an earlier life of this gateway left open. Raises SQLAlchemyError."""
         if not self._gateway_id:
             return
-        await self.carry(await asyncio.to_thread(self._read_left))
+        await self.carry(await asyncio.to_thread(self._read_left, self._gateway_id))
 
     async def carry(self, records: Iterable[OpenRecord]) -> None:
         """Count what these, which another life or gateway left open, may cost at most; until
         `count_posting`."""
-        now_at, carried = self._wall_clock(), []
-        for record in records:
-            taken = tuple(self._taken(record, now_at))
-            if taken:
-                reservation = self._left[record.request_id] = Reservation(record.request_id, taken)
-                carried.append(reservation)
+        carried = [reservation for _, reservation in self._reservations(records)]
+        self._left.update((reservation.id, reservation) for reservation in carried)
         if carried:
             await self._store.carry(carried, self._clock())
+
+    async def read_open(self) -> list[tuple[str, Reservation]]:
+        """What every gateway has open in the ledger and may cost at most, with the gateway's id.
+        Nothing is counted. Raises SQLAlchemyError."""
+        return self._reservations(await asyncio.to_thread(self._read_left, None))
+
+    def _reservations(self, records: Iterable[OpenRecord]) -> list[tuple[str, Reservation]]:
+        now_at = self._wall_clock()
+        taken = [(record, tuple(self._taken(record, now_at))) for record in records]
+        return [(one.gateway_id, Reservation(one.request_id, what)) for one, what in taken if what]
 
     def watch(self, owned: Owned) -> None:
         """These limits hold from now on: counts that have yet to begin are unread until they have.
@@ -325,9 +331,9 @@ class LimitRestore:
             for name, nanos in spent.items()
         ]
 
-    def _read_left(self) -> list[OpenRecord]:
+    def _read_left(self, gateway_id: str | None) -> list[OpenRecord]:
         with reading(self._engine) as session:
-            return ledger.open_left(session, self._gateway_id)
+            return ledger.open_left(session, gateway_id)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -242,6 +242,7 @@ def _ledger_metrics(ledger: LedgerSnapshot) -> Iterator[Metric]:
     yield total("ledger_recovered", "Records left open by an earlier run.", ledger.num_recovered)
     yield total("ledger_rolled_up", "Postings added to roll-ups.", ledger.num_rolled)
     yield total("ledger_put_aside", "Records that the database rejected.", ledger.num_put_aside)
+    yield total("ledger_differing", "Postings dropped for an earlier one.", ledger.num_differing)
     yield gauge(
         "journal_size_bytes", "Journal size that is not in the database yet.", ledger.journal_bytes
     )

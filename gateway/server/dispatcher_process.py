@@ -28,6 +28,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,8 @@ class Active:
             num_gateways or settings.gateway_processes,
             orphans_wait_s,
         )
+        if lease is not None:
+            self._server.on_later = lease.refused
         self._poll = made_with.poll(directory, self._store, self._on_models, self.dispatcher)
         checks = {"limits": self._store.check_integrity}
         about = (made_with, self.dispatcher, share, homes, directory)
@@ -211,6 +214,8 @@ class Active:
         parts = self.parts
         await parts.share_file.load()
         await self._poll.load()
+        if self._lease is not None:  # The machine of the last one may be gone with its gateways.
+            self._server.hold_open(await self._poll.read_open())
         parts.connect()
         await self._await_workers()
         async with (
@@ -323,19 +328,22 @@ async def elected(
     tls = made_with.tls()
     assert tls is not None
     server_id = owner_of(settings.data_path, "").rstrip("/")
-    with DispatcherLease(settings.registry_url, server_id, settings.dispatcher_address) as lease:
+    about = settings.registry_url, server_id, settings.dispatcher_address
+    note = partial(note_epoch, Path(config.lock))
+    with DispatcherLease(*about, on_epoch=note) as lease:
         async with listening(operator_socket(settings.data_path), QuestionForwarder(lease, tls)):
             taken = await lease.take(epoch, stop)
         if taken is None:
             yield None, None
             return
-        note_epoch(Path(config.lock), taken)
         keeping = asyncio.create_task(lease.keep())
         try:
             yield taken, lease
         finally:
             keeping.cancel()
             await lease.give_up()
+        if keeping.done() and not keeping.cancelled():
+            keeping.result()  # Raises what nobody foresaw.
 
 
 async def run(name: str, config: ProcessConfig) -> None:

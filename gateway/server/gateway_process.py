@@ -29,7 +29,7 @@ from gateway.cluster.dispatcher_client import SocketLink
 from gateway.cluster.dispatcher_places import DispatcherPlaces, DispatcherWatch
 from gateway.cluster.dispatcher_protocol import PROTOCOL_VERSION, Hello
 from gateway.cluster.dispatcher_proxy import DispatcherProxy
-from gateway.cluster.gateway_lease import GatewayLease
+from gateway.cluster.gateway_lease import Adoption, GatewayLease
 from gateway.cluster.process_hub import HubLink
 from gateway.cluster.remote_limits import RemoteStore
 from gateway.dispatch.dispatcher import TICK_S, Dispatcher
@@ -94,6 +94,12 @@ class GatewayParts:
         owner = owner_of(settings.data_path, name)
         self.poll = made_with.poll(self.directory, store, self._on_models, dispatcher, owner)
         self._clients = made_with.clients(name)
+        self.adopt = Adoption(
+            self.ledger.adopt,
+            self.poll.carry,
+            requests.adopt_usage,
+            settings.ledger_recovery_wait_s,
+        )
         self._embedding = embedder_connection(settings, made_with.context, name)
         self._stop = asyncio.Event()
         self._http: HttpServer | None = None
@@ -115,11 +121,6 @@ class GatewayParts:
             scrape=self._scrape,
         )
         self._http = HttpServer(services, {PREFIX: AdminApp})
-
-    async def adopt(self, gateway_id: str) -> None:
-        """Close what a lost gateway of another server left open. Raises SQLAlchemyError."""
-        await self.poll.carry(await self.ledger.adopt(gateway_id))
-        self.requests.adopt_usage(gateway_id)
 
     def connect(self) -> None:
         """Begin to connect to the workers."""
@@ -211,29 +212,33 @@ class GatewayProcess:
         self._lease: GatewayLease | None = None
         if settings.is_clustered:
             about = (settings.registry_url, owner, settings.server_lost_after_s)
-            self._lease = GatewayLease(*about, lambda lost: self._gateway.adopt(lost))
+            self._lease = GatewayLease(
+                *about, lambda lost: self._gateway.adopt(lost), requests.is_gone
+            )
         store = limit_stores.open_store(settings, name) if settings.redis_url else remote
         self._gateway = GatewayParts(name, made_with, requests, store, scrape=self._hub.scrape)
 
     async def run(self) -> None:
-        """Serve until a signal, or until the parent is gone."""
+        """Serve until a signal, or until the parent is gone. Raises what ended one of its parts."""
         gateway = self._gateway
         await self._hub.connect(hub_socket(self._settings))
         await gateway.ledger.start()
         async with (
-            running(self._link.run(), self._tick(), *self._watches()),
+            running(self._link.run(), self._tick(), *self._watches()) as work,
             limit_stores.sharing(gateway.store, self._settings, gateway.poll.poke),
         ):
             await gateway.load()
             gateway.connect()
             leases = [] if self._lease is None else [self._lease.run()]
-            async with running(gateway.poll.run(), *leases):
+            async with running(gateway.poll.run(), *leases) as parts:
                 with listen(self._settings.host, self._port, shared=True) as listener:
-                    await gateway.serve(listener)
+                    ended = await gateway.serve(listener, [*work, *parts])
             await gateway.close()
         if self._lease is not None:
             await self._lease.close()
         self._hub.close()
+        for part in ended:
+            part.result()  # Raises what ended the process.
         logger.info("stopped")
 
     def on_signal(self) -> None:

@@ -101,11 +101,13 @@ def take_epoch(descriptor: int) -> int:
 
 
 def note_epoch(lock: Path, epoch: int) -> None:
-    """The holder of the lock has been elected with this one: the next that goes by the file alone
-    has a higher one."""
+    """The holder of the lock has been elected with this one, or has seen it: the next that takes
+    one from the file has a higher one."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     try:
-        os.pwrite(descriptor, str(epoch).encode(), 0)
+        text = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+        if not text.isdigit() or int(text) < epoch:
+            os.pwrite(descriptor, str(epoch).encode(), 0)
     finally:
         os.close(descriptor)
 

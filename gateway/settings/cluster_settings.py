@@ -44,10 +44,10 @@ class ClusterSettings:
     )
     server_lost_after_s: float = setting(
         60.0,
-        "A server that has not said in the database for so long that it lives counts as lost. "
-        "Another one then closes the requests that it left open, and bills what their clients "
-        "had been sent.",
-        gt=0.0,
+        "A server that has not said in the database for so long that it lives, and is not "
+        "connected to the active dispatcher, counts as lost. Another one then closes the requests "
+        "that it left open, and bills what their clients had been sent.",
+        ge=8.0,
     )
     cluster_cert_file: str = setting(
         "",

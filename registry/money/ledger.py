@@ -328,6 +328,20 @@ def insert_postings(session: Session, postings: Sequence[Posting]) -> int:
     return insert_new(session, PostingRow, "request_id", names, rows)
 
 
+def find_differing(session: Session, postings: Sequence[Posting]) -> list[tuple[Posting, int]]:
+    """Of these, those in whose place another posting of the request stands, with another amount:
+    with what that one costs (nanos)."""
+    names = [posting.request_id for posting in postings]
+    columns = PostingRow.request_id, PostingRow.cost_nanos, PostingRow.completion_tokens
+    rows = session.execute(select(*columns).where(PostingRow.request_id.in_(names)))
+    there = {row[0]: (row[1], row[2]) for row in rows}
+    return [
+        (one, there[one.request_id][0])
+        for one in postings
+        if there.get(one.request_id) not in (None, (one.cost_nanos, one.completion_tokens))
+    ]
+
+
 def void_many(session: Session, request_ids: Sequence[str]) -> None:
     """Close open records without a posting: nothing was produced, nothing is billed."""
     delete_keys(session, OpenRecordRow, "request_id", request_ids)

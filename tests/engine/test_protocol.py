@@ -147,7 +147,7 @@ def test_the_bytes_on_the_wire() -> None:
     assert encode(Hello(1, "g")) == b"\x96\xa5Hello\x01\xa1g\xc2\x00\x00"
     assert encode(Abort("r", 2)) == b"\x93\xa5Abort\xa1r\x02"
     assert encode(AckUsage([("r", 2)])) == b"\x92\xa8AckUsage\x91\x92\xa1r\x02"
-    assert encode(AdoptUsage("g")) == b"\x92\xaaAdoptUsage\xa1g"
+    assert encode(AdoptUsage("g", ["r"])) == b"\x93\xaaAdoptUsage\xa1g\x91\xa1r"
     nothing = b"\xcb" + bytes(8)  # a float of 0
     assert encode(LoadModel("m")) == b"\x96\xa9LoadModel\xa1m" + 2 * nothing + b"\xc2\xc2"
     assert encode(WarmModel("m")) == b"\x92\xa9WarmModel\xa1m"

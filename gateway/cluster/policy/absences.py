@@ -2,8 +2,8 @@
 somebody who has looked all the while.
 
 Pure. A gateway renews its row every RENEW_S (registry/servers/gateway_leases.py). Whoever could not
-look for longer than MOST_APART_S begins to count anew: while the database is away nobody can renew
-anything, and when it is back everybody is to have the time to do so.
+look for longer than MOST_APART_S (or half of lost_after_s) begins to count anew: while the database
+is away nobody can renew anything, and when it is back everybody is to have the time to do so.
 
     renewed since the last look      it lives, and its time begins anew
     the same, for lost_after_s       lost, at every look until its row is gone
@@ -23,13 +23,14 @@ class Absences:
 
     def __init__(self, lost_after_s: float) -> None:
         self._lost_after_s = lost_after_s
+        self._most_apart_s = min(MOST_APART_S, lost_after_s / 2)
         self._seen: dict[str, tuple[float, float]] = {}
         """When a row was renewed last, by the database's clock, and since when it is seen here."""
         self._asked_s = 0.0
 
     def look(self, rows: Mapping[str, float], asked_s: float, now_s: float) -> list[str]:
         """Who is lost, of the rows that were asked for at `asked_s` and have come by now."""
-        if now_s - self._asked_s > MOST_APART_S:
+        if now_s - self._asked_s > self._most_apart_s:
             self._seen = {}
         self._asked_s = asked_s
         before = self._seen

@@ -118,26 +118,29 @@ def test_a_vanished_gateways_requests_are_aborted_and_told_when_it_is_back() -> 
 def test_the_finishes_of_a_lost_gateway_go_to_the_one_that_closes_its_books() -> None:
     with rig() as r:
         other, lost = r.connect("other"), r.connect("lost")
-        lost.send(submit("done", max_tokens=2))
+        lost.send(submit("done#1", max_tokens=2))
+        lost.send(submit("journal", max_tokens=2))  # no open record of it in the database yet
         lost.send(submit("a", max_tokens=10**6))
         r.until(lambda: len(lost.tokens("a")) > 5)
-        other.send(AdoptUsage("lost"))
+        other.send(AdoptUsage("lost", ["a", "done"]))
         other.send(submit("b", max_tokens=1))
         r.until(lambda: bool(other.finishes("b")))
-        assert other.finishes("done") == []  # it is connected, and closes its own books
+        assert other.finishes("done#1") == []  # it is connected, and closes its own books
         lost.close()
         r.until(lambda: ("a", 1) not in r.engine.running)
-        other.send(AdoptUsage("lost"))
-        r.until(lambda: len(other.finishes("a")) == 1 and len(other.finishes("done")) == 1)
+        other.send(AdoptUsage("lost", ["a", "done"]))
+        r.until(lambda: len(other.finishes("a")) == 1 and len(other.finishes("done#1")) == 1)
         assert finish_reasons(other, "a") == ["abort"]
-        assert other.tokens("a") == other.tokens("done") == []
+        assert other.tokens("a") == other.tokens("done#1") == []
+        assert other.finishes("journal") == []
         back = r.connect("lost")
+        r.until(lambda: len(back.finishes("journal")) == 1)
         back.send(AckUsage([("a", 1)]))  # not its own any more
         back.send(submit("c", max_tokens=1))
         r.until(lambda: bool(back.finishes("c")))
         assert back.finishes("a") == []
-        other.send(AckUsage([("a", 1), ("done", 1), ("b", 1)]))
-        r.until(lambda: outbox_size(r) == 1)
+        other.send(AckUsage([("a", 1), ("done#1", 1), ("b", 1)]))
+        r.until(lambda: outbox_size(r) == 2)
 
 
 def test_a_gateway_on_a_new_connection_gets_the_old_ones_finishes_not_its_tokens() -> None:

@@ -484,6 +484,9 @@ async def test_what_was_left_open_counts_at_its_most_until_it_is_posted(watch: W
         return [figures.remaining for figures in await watch.store.figures(draws, 0.0)]
 
     assert await left() == [40, 100]
+    opened = [(by, one.id, one.taken[0].cost) for by, one in await watch.poll.read_open()]
+    assert opened == [("g", "a", 40), ("g", "b", 20), ("another", "c", 80)]
+    assert await left() == [40, 100]
     ended = replace(posting(1, watch.now_at, "key_1"), request_id="a", cost_nanos=25)
     watch.poll.count_posting(ended)
     assert await left() == [55, 85]

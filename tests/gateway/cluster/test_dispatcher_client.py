@@ -107,6 +107,20 @@ async def test_an_earlier_dispatcher_or_another_version_is_not_spoken_to(tmp_pat
             assert link.epoch == 7
 
 
+async def test_an_earlier_dispatcher_is_not_asked_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher_client, "EARLIER_RETRY_S", 60.0)
+    path, earlier = tmp_path / "s", Played(6)
+    async with linked(path) as (link, _):
+        link.epoch = 7
+        async with ipc.listening(path, earlier.new_channel):
+            await until(lambda: bool(earlier.channels))
+            await asyncio.sleep(6 * dispatcher_client.RETRY_S)
+            assert len(earlier.channels) == 1
+            assert not link.is_up
+
+
 async def test_one_that_hangs_is_given_up(tmp_path: Path) -> None:
     path = tmp_path / "s"
     async with linked(path, silence_s=0.01) as (_, log):

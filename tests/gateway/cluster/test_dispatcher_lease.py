@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from gateway.cluster.dispatcher_lease import DispatcherLease, RowLeads
 from gateway.cluster.policy.election import TTL_S
 from registry.errors import InvalidValue
 from registry.schema import upgrade
 from registry.servers import dispatcher_leases
+from registry.session import make_engine
 from tests.gateway.ipc.test_ipc import until
 from tests.postgres import PostgresServer, own_server
 
@@ -134,3 +136,45 @@ async def test_leads_are_handed_over(postgres_url: str) -> None:
 def test_it_needs_postgresql(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue):
         DispatcherLease(f"sqlite:///{tmp_path / 'x.db'}", "a", "a:1")
+
+
+async def test_an_epoch_that_fell_is_taken_higher_by_whoever_has_seen_it(
+    postgres_url: str,
+) -> None:
+    """As after a database that was put back, and a holder whose clock was ahead."""
+    stop, noted = asyncio.Event(), list[int]()
+    engine = make_engine(postgres_url)
+    with (
+        DispatcherLease(postgres_url, "a", "a:1") as first,
+        DispatcherLease(postgres_url, "b", "b:1", on_epoch=noted.append) as second,
+    ):
+        assert await first.take(FAR, stop) == FAR
+        taking = asyncio.create_task(second.take(0, stop))
+        await until(lambda: noted == [FAR])
+        with engine.begin() as connection:
+            connection.execute(text("DELETE FROM dispatcher_leases"))
+        async with asyncio.timeout(LONG_S):
+            assert await taking == FAR + 1
+        second.refused(FAR + 50)  # gateways obeyed one that it never saw
+        assert not second.may_grant()
+        async with asyncio.timeout(LONG_S):
+            await asyncio.gather(second.keep(), second.lost())
+        await second.give_up()
+        assert await second.take(0, stop) == FAR + 51
+        assert noted == [FAR, FAR + 1, FAR + 50, FAR + 51]
+    engine.dispose()
+
+
+async def test_a_lease_that_is_not_kept_any_more_is_lost(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever went wrong: nobody would notice another holder."""
+    with DispatcherLease(postgres_url, "a", "a:1") as lease:
+        await lease.take(0, asyncio.Event())
+        monkeypatch.setattr(dispatcher_leases, "renew", lambda *about: [][0])
+        keeping = asyncio.create_task(lease.keep())
+        async with asyncio.timeout(LONG_S):
+            await lease.lost()
+        assert not lease.may_grant()
+        with pytest.raises(IndexError):
+            await keeping

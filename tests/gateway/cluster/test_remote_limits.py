@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -139,6 +140,31 @@ async def test_money_of_a_dead_gateway_goes_to_the_one_in_its_place() -> None:
     assert await used(several, MONEY) == 25
     several.advance(ORPHAN_HOLD_S + 1)
     assert await used(several, MONEY) == 25
+
+
+@pytest.mark.parametrize("lives", [True, False])
+async def test_what_a_missing_gateway_has_open_is_held_by_a_new_dispatcher(lives: bool) -> None:
+    several = Several()
+    for name in ("r1", "r2"):
+        assert await reserved(several, 0, name, replace(MONEY, cost=25))
+    held = several.gateways[0].store.open_reservations()
+    held = [*held, replace(held[0], id="r0")]  # has ended; its posting is in the journal yet
+    several.kill_dispatcher()
+    several.new_dispatcher()
+    several.server.hold_open([("gateway-0", one) for one in held])
+    several.gateways[1].link.connect(several.server)
+    several.advance(GATHER_S + 0.5)
+    several.advance(GATHER_S + 0.5)
+    assert not await reserved(several, 1, "r3", MONEY)
+    assert await used(several, MONEY) == 75
+    if lives:
+        several.gateways[0].link.connect(several.server)
+    else:
+        several.kill_gateway(0)
+    several.deliver()
+    assert await used(several, MONEY) == (50 if lives else 75)
+    several.advance(ORPHAN_HOLD_S + 1)
+    assert await used(several, MONEY) == (50 if lives else 0)
 
 
 async def test_a_connection_that_was_cut_leaves_reservations_as_they_were() -> None:

@@ -8,6 +8,7 @@ import pytest
 from engine.protocol import Refused, RequestService
 from gateway.cluster.dispatcher_protocol import Granted, Leave, Returned
 from gateway.cluster.dispatcher_proxy import DispatcherProxy
+from gateway.cluster.dispatcher_server import MEET_S
 from gateway.dispatch.tickets import IntegrityError, RequestStream, Ticket
 from gateway.errors import (
     MODEL_NOT_FOUND,
@@ -475,3 +476,30 @@ async def test_a_wait_is_as_long_whatever_clock_the_next_dispatcher_has() -> Non
     several.advance(1.5)
     with pytest.raises(ApiError, match=r"waited 1[01] s"):
         await rest(late)
+
+
+async def test_gateways_hear_who_is_connected_once_a_dispatcher_has_met_everybody() -> None:
+    several = Several()
+    one, two = several.gateways
+    several.advance(1.0)
+    assert not one.dispatcher.is_gone("nobody")  # it is new: others may be on their way
+    several.advance(MEET_S)
+    assert one.dispatcher.is_gone("nobody")
+    assert not one.dispatcher.is_gone("gateway-1")
+    two.link.cut()
+    several.advance(1.0)
+    assert one.dispatcher.is_gone("gateway-1")
+    several.kill_dispatcher()
+    assert not one.dispatcher.is_gone("gateway-1")  # nobody says so any more
+
+
+async def test_a_dispatcher_hears_of_a_later_epoch_from_gateways() -> None:
+    several = Several()
+    heard: list[int] = []
+    several.server.on_later = heard.append
+    one, two = several.gateways
+    one.link.connect(several.server)
+    two.link.epoch = several.epoch + 5
+    two.link.connect(several.server)
+    several.deliver()
+    assert heard == [several.epoch + 5]

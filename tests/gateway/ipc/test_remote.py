@@ -2,16 +2,23 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from admin.cli.main import main
 from bench.processes import free_port
+from gateway.cluster.dispatcher_server import DispatcherServer
+from gateway.cluster.ticket_dispatcher import TicketDispatcher
 from gateway.ipc import remote
 from gateway.ipc.ipc import Channel
 from gateway.ipc.remote import TlsContexts, tls_contexts
+from gateway.limits.store import MemoryStore
+from gateway.settings.settings import Settings
 from registry.errors import RegistryError
 from tests.gateway.ipc.test_ipc import DECODER, until
 
@@ -117,3 +124,28 @@ def test_certificates_are_added_and_never_replaced(
     assert len(files) == 7
     assert all(path.stat().st_mode & 0o077 == 0 for path in files)
     assert "ca-key.pem" in capsys.readouterr().err
+
+
+async def test_of_connections_without_a_handshake_nothing_is_kept(tmp_path: Path) -> None:
+    tls, address = authority(tmp_path / "ca", "a", "b"), ("127.0.0.1", free_port())
+    made: list[weakref.ref[Channel[Any, Any]]] = []
+    server = DispatcherServer(
+        TicketDispatcher(Settings()), MemoryStore(), 1, 1.0, lambda: 0.0, lambda: None
+    )
+
+    def new_channel() -> Channel[Any, Any]:
+        channel = server.new_channel()
+        made.append(weakref.ref(channel))
+        return channel
+
+    async with remote.listening(address, tls["a"], new_channel):
+        for _ in range(5):
+            with socket.create_connection(address) as raw:
+                raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                await asyncio.to_thread(raw.recv, 100)
+        await until(lambda: gc.collect() >= 0 and len(made) == 5 and not any(r() for r in made))
+        ours: Channel[Any, Any] = Channel(DECODER)
+        await remote.connect(address, tls["b"], ours, 5.0)
+        await until(lambda: any(r() for r in made))
+        ours.close()
+        await until(lambda: gc.collect() >= 0 and not any(r() for r in made))

@@ -83,6 +83,7 @@ async def test_a_lost_server_s_books_are_closed_once_even_if_it_comes_back(
         await lost.post(posting("stream", 90))
         await lost.open(opened("late"))
         await lost.written()
+        assert lost.snapshot().num_differing == 1
         await killed(lost)
         async with started(ledger_on(engine)) as again:
             await again.recovered()

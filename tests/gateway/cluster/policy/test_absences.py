@@ -30,6 +30,19 @@ def test_one_that_came_back_has_all_its_time_again() -> None:
     assert absences.look({"a": 2.0}, 62.0, 62.0) == []  # deleted, and made anew
 
 
+@given(st.floats(8.0, LOST_AFTER_S), st.floats(0.1, 100.0))
+def test_a_pause_of_the_database_makes_nobody_lost_however_short_the_time(
+    lost_after_s: float, away_s: float
+) -> None:
+    """When it is back, somebody else's first renewal may come as late as RENEW_S."""
+    absences, now_s = Absences(lost_after_s), 0.0
+    assert absences.look({"a": 1.0}, now_s, now_s) == []
+    asked_s, now_s = now_s + RENEW_S, now_s + RENEW_S + away_s
+    assert absences.look({"a": 1.0}, asked_s, now_s) == []
+    now_s += RENEW_S
+    assert absences.look({"a": 1.0}, now_s, now_s) == []
+
+
 @given(st.floats(MOST_APART_S + 1, 1e4), st.integers(1, 14))
 def test_a_database_that_was_away_makes_nobody_lost(away_s: float, num_looks: int) -> None:
     """Nor does an observer that was stopped: it has not seen who renewed meanwhile."""
