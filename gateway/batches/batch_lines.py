@@ -3,7 +3,8 @@
 A line is a `Call` through the pipeline, with the principal of the key that made the batch. The key
 is looked up for each line: without it the batch is cancelled. Refusals that pass (limits, full
 queues, no worker) are waited for until the batch's time is up; every other one is the line's
-answer, and so is a limit that the line alone exceeds. A line is posted when it is answered, or
+answer, and so is a limit that the line alone exceeds. Lines are of class batch, with the time that
+the batch may take as their window (docs/fairness.md). A line is posted when it is answered, or
 broken off because its batch was cancelled; what else does not come to its end is not posted, since
 the same id is made again. Which lines run when, and what is written, is batch_run.py's.
 """
@@ -14,6 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from gateway.auth.auth import principal_of_key
 from gateway.auth.directory import Directory
 from gateway.batches.batch_input import ENDPOINTS, read_line
@@ -22,6 +25,7 @@ from gateway.batches.batch_store import BatchStore
 from gateway.dialects.by_route import DIALECTS
 from gateway.dialects.dialect import CHAT
 from gateway.errors import (
+    DEADLINE_EXCEEDED,
     QUEUE_FULL,
     RATE_LIMITED,
     SERVER_ERROR,
@@ -30,13 +34,16 @@ from gateway.errors import (
     ClientGone,
 )
 from gateway.state.state_threads import StateThreads
-from gateway.types import Answer, Call, JsonAnswer, Principal
+from gateway.types import Answer, BatchWindow, Call, JsonAnswer, Principal
 from registry.state.batches import BatchRecord
 
 log = logging.getLogger(__name__)
 
 MOST_PAUSE_S = 60.0
-PASSING = (RATE_LIMITED, QUEUE_FULL, UNAVAILABLE)
+PASSING = (RATE_LIMITED, QUEUE_FULL, UNAVAILABLE, DEADLINE_EXCEEDED)
+"""An encoder's line that waited for `request_timeout_s` behind other requests has the last one."""
+MOST_BEHIND = 0.5
+"""Of a window: what is behind a line is not expected to take more; lines would begin as pressed."""
 _NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -78,6 +85,8 @@ class BatchLines:
         self._is_broken_off = False
         self._halted = asyncio.Event()
         self._calls: dict[int, Call] = {}
+        self._num_ended = 0
+        self._began_s = parts.now_s()
         self._aborts: dict[int, list[Callable[[], None]]] = {}
 
     @property
@@ -121,17 +130,18 @@ class BatchLines:
             raise ApiError(SERVER_ERROR, "the API key of the batch cannot be used any more")
         return found
 
-    async def answer(self, index: int, data: bytes) -> LineResult | None:
-        """None where it was broken off."""
+    async def answer(self, index: int, data: bytes, num_behind: int = 0) -> LineResult | None:
+        """None where it was broken off. `num_behind`: lines of its batch that come after it."""
         line, request_id = read_line(data), line_id(self._batch.id, index)
         pause_s = 1.0
         while not self.is_halted and not self.is_late:
             try:
-                body = await self._ask(index, request_id, bytes(line.body))
+                body = await self._ask(index, request_id, bytes(line.body), num_behind)
             except ClientGone:
                 return None
             except ApiError as error:
                 if error.is_final or error.kind not in PASSING:
+                    self._num_ended += 1
                     refused = refused_line(line.custom_id, request_id, error)
                     return LineResult(index, True, refused)
                 await self.pause(min(max(pause_s, error.retry_after_s or 0.0), MOST_PAUSE_S))
@@ -139,16 +149,19 @@ class BatchLines:
             else:
                 if body is None:
                     return None
+                self._num_ended += 1
                 return LineResult(index, False, answered_line(line.custom_id, request_id, body))
         return None
 
-    async def _ask(self, index: int, request_id: str, body: bytes) -> bytes | None:
+    async def _ask(self, index: int, request_id: str, body: bytes, num_behind: int) -> bytes | None:
         """The answer. None where the key is gone. Raises ApiError, ClientGone."""
         try:
             principal = self.principal()
         except ApiError:
             self._cancel("its key cannot be used")
             return None
+        window = self._window(num_behind)
+        principal = msgspec.structs.replace(principal, is_batch=True, window=window)
         kind, dialect = ENDPOINTS[self._batch.endpoint]
         call = self._calls[index] = self._call(index, request_id, body, principal)
         try:
@@ -193,6 +206,14 @@ class BatchLines:
             dialect=dialect,
             is_repeated=True,
         )
+
+    def _window(self, num_behind: int) -> BatchWindow:
+        """How long the lines behind this one take is guessed by those that have ended."""
+        batch, now_s, now_at = self._batch, self._parts.now_s(), self._parts.now_at()
+        began_s, ends_s = (now_s + at - now_at for at in (batch.created_at, batch.expires_at))
+        line_s = (now_s - self._began_s) / self._num_ended if self._num_ended else 0.0
+        behind_s = num_behind * line_s
+        return BatchWindow(began_s, ends_s, min(behind_s, MOST_BEHIND * (ends_s - began_s)))
 
     def _cancel(self, why: str) -> None:
         log.warning("batch %s is cancelled, %s", self._batch.id, why)

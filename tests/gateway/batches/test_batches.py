@@ -131,6 +131,10 @@ async def test_a_batch_is_answered_line_by_line(kit: Kit, client: Client) -> Non
     assert errors["wrong"]["response"]["status_code"] == 400
     assert errors["wrong"]["response"]["body"]["error"]["param"] == "messages"
     posted_once(kit, batch["id"], 20)
+    asked = [running.principal for running in kit.dispatcher.requests]
+    assert all(principal.is_batch and principal.window for principal in asked)
+    assert {round(p.window.ends_s - p.window.began_s) for p in asked if p.window} == {86_400}
+    assert any(p.window.behind_s > 0 for p in asked if p.window)
     status, body = await call(client, "POST", f"{ALL}/{batch['id']}/cancel")
     assert (status, body["error"]["param"]) == (400, "batch_id")
     assert "the batch is completed" in body["error"]["message"]
