@@ -169,8 +169,9 @@ class BatchRun:
                     found = await self._write(lambda: next(left, None))
                     has_more = found is not None
                     if found is not None:
-                        num_behind = self.batch.num_lines - found[0] - 1
-                        answer = self._lines.answer(*found, num_behind=num_behind)
+                        index, data = found
+                        num_behind = self.batch.num_lines - index - 1
+                        answer = self._lines.answer(index, data, num_behind)
                         running.add(asyncio.create_task(answer))
                 if not running:
                     break
