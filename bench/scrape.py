@@ -34,6 +34,7 @@ from gateway.metrics.metrics import Metrics, watch_process
 from gateway.metrics.state_metrics import StateCollector
 from gateway.protocols import DispatcherSnapshot, LedgerSnapshot
 from gateway.server.process_setup import GC_THRESHOLDS
+from gateway.types import AnswerNote
 
 ROUTE = "/v1/chat/completions"
 TICK_S = 0.001
@@ -58,7 +59,7 @@ def filled(num_models: int, num_workers: int) -> MetricsRegistry:
         ):
             histogram.of(name).observe(0.123, 7)
         metrics.prompt_tokens.add(100, name)
-        metrics.answers.add(ROUTE, name, "ok", "none")
+        metrics.answers.add(ROUTE, AnswerNote(name))
         metrics.request_success.add(1, name, "stop")
     statuses = [_status(f"worker-{n}", names) for n in range(num_workers)]
     dispatcher, ledger = mock.Mock(ready=True), mock.Mock()

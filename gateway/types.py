@@ -307,12 +307,20 @@ class AnswerNote:
     """How one HTTP request was answered, for metrics: written on the way, counted at the end.
 
     model    the hosted model that was asked for; "": none, or none that is hosted
-    code     `ok`, an error's code (of an error event in a stream, too), or `client_gone`
+    code     `ok`, an error's code (of an error event in a stream, too), `status_404` and the like
+             of the operator's pages, or `client_gone`
     """
 
     model: str = ""
     code: str = "ok"
     fault: Fault = "none"
+    status: int = 0
+
+    def has_status(self, status: int) -> None:
+        """Its answer begins."""
+        self.status = status
+        if status >= 400 and self.code == "ok":
+            self.code, self.fault = f"status_{status}", ErrorKind(status, "", "").fault
 
     def fail(self, kind: ErrorKind) -> None:
         """It is answered by this error."""

@@ -149,6 +149,9 @@ class ProcessHub:
         self._on_silent = on_silent
         self._children: set[_Child] = set()
         self._retired = Retired()
+        self._lost_figures: list[bytes] = []
+        """Of processes that are gone, until the next scrape."""
+        self._making: asyncio.Future[bytes] | None = None
         self._format = MetricsText(silent_s)
         self._thread = ThreadPoolExecutor(1, "metrics")
         self._call = 0
@@ -187,7 +190,12 @@ class ProcessHub:
                     self._on_silent(child.name)
 
     async def text(self) -> bytes:
-        """Prometheus' text, of all processes."""
+        """Prometheus' text, of all processes. Who asks while it is made gets the same."""
+        if self._making is None or self._making.done():
+            self._making = asyncio.ensure_future(self._text())
+        return await asyncio.shield(self._making)
+
+    async def _text(self) -> bytes:
         call = self._ask()
         deadline_s = asyncio.get_running_loop().time() + ANSWER_S
         while any(child.name and child.call < call for child in self._children):
@@ -200,14 +208,17 @@ class ProcessHub:
                     await self._answered.wait()
             except TimeoutError:
                 break
-        build, retired = self._registry.take(), self._retired.families
+        build, lost = self._registry.take(), self._lost_figures
         figures = [child.figures for child in self._children]
+        self._lost_figures = []
         loop = asyncio.get_running_loop()
         now_s = loop.time()
 
         def text() -> bytes:
+            for part in lost:
+                self._retired.add(_families.decode(part))
             parts = [_families.decode(part) for part in figures]
-            return self._format.text(merge([build(), retired, *parts]), now_s)
+            return self._format.text(merge([build(), self._retired.families, *parts]), now_s)
 
         return await loop.run_in_executor(self._thread, text)
 
@@ -239,7 +250,7 @@ class ProcessHub:
 
     def _lost(self, child: _Child) -> None:
         self._children.discard(child)
-        self._retired.add(_families.decode(child.figures))
+        self._lost_figures.append(child.figures)
         self._answered.set()
 
 
@@ -266,7 +277,8 @@ class HubLink:
         self._call = 0
         # Of its own: behind other work of threads it would be taken for a process that hangs.
         self._thread = ThreadPoolExecutor(1, "metrics")
-        self._reports: set[asyncio.Task[None]] = set()
+        self._report_task: asyncio.Task[None] | None = None
+        self._newest = 0
 
     async def connect(self, path: Path) -> None:
         """Raises OSError where the parent is gone."""
@@ -275,8 +287,8 @@ class HubLink:
 
     def close(self) -> None:
         """Say nothing more; the last figures get out."""
-        for report in self._reports:
-            report.cancel()
+        if self._report_task is not None:
+            self._report_task.cancel()
         self._send(0, _encoded(self._registry.take()))
         self._channel.close()
         self._thread.shutdown(wait=False)
@@ -311,9 +323,9 @@ class HubLink:
 
     def _receive(self, message: ToChild) -> None:
         if isinstance(message, Collect):
-            task = asyncio.create_task(self._report(message.call))
-            self._reports.add(task)
-            task.add_done_callback(self._reports.discard)
+            self._newest = message.call
+            if self._report_task is None or self._report_task.done():
+                self._report_task = asyncio.create_task(self._report())
         elif isinstance(message, WorkerEnded):
             self._on_worker_ended(message.worker_id, message.reason, message.cause)
         else:
@@ -321,9 +333,12 @@ class HubLink:
             if answer is not None and not answer.done():
                 answer.set_result(message.body)
 
-    async def _report(self, call: int) -> None:
-        build, loop = self._registry.take(), asyncio.get_running_loop()
-        self._send(call, await loop.run_in_executor(self._thread, _encoded, build))
+    async def _report(self) -> None:
+        """Until the newest call is answered; those before it are by that."""
+        loop, answered = asyncio.get_running_loop(), 0
+        while answered < self._newest:
+            answered, build = self._newest, self._registry.take()
+            self._send(answered, await loop.run_in_executor(self._thread, _encoded, build))
 
     def _send(self, call: int, figures: bytes) -> None:
         self._channel.send(MetricsReport(call, figures, self._is_ready()))

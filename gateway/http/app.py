@@ -121,7 +121,8 @@ class Application(Starlette):
         path = None if endpoint is None else self._paths.get(endpoint)
         if path is None:  # a client may ask for any path: none becomes a label
             asked: str = scope["path"]
-            return next((p for p in self._prefixes if asked.startswith(p)), "other")
+            below = (p for p in self._prefixes if asked == p or asked.startswith(f"{p}/"))
+            return next(below, "other")
         return path
 
     def build_middleware_stack(self) -> ASGIApp:

@@ -94,6 +94,7 @@ class RequestHeads:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 state["has_begun"] = True
+                note.has_status(message["status"])
                 elapsed_ms = round((self._now_s() - arrived_s) * 1000)
                 headers = message.setdefault("headers", [])
                 headers.append((b"x-request-id", http_id.encode()))
@@ -104,9 +105,13 @@ class RequestHeads:
                 headers.extend((k.encode(), v.encode()) for k, v in given.items())
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
-        route = scope["app"].path_of(scope)
-        self._answers.add(route, note.model, note.code, note.fault)
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except BaseException:
+            note.client_gone()
+            raise
+        finally:
+            self._answers.add(scope["app"].path_of(scope), note)
 
 
 class ErrorAnswers:

@@ -177,9 +177,19 @@ class Retired:
         self.families: list[Family] = []
 
     def add(self, families: Sequence[Family]) -> None:
-        """The last word of one more."""
-        kept = [family for family in families if family.kind in _KEPT]
+        """The last word of one more. What it told of workers the next dispatcher tells again."""
+        kept = [
+            msgspec.structs.replace(
+                family, samples=[sample for sample in family.samples if not _of_worker(sample[1])]
+            )
+            for family in families
+            if family.kind in _KEPT
+        ]
         self.families = merge([self.families, kept])
+
+
+def _of_worker(labels: Labels) -> bool:
+    return any(name == "worker" for name, _ in labels)
 
 
 class MetricsText:

@@ -20,6 +20,7 @@ from engine.protocol import SwapRecord
 from gateway.metrics.counters import LabelCounts, TimeHistogram
 from gateway.metrics.families import Build, by, family_of, gauge, total
 from gateway.protocols import ConnectionCounts
+from gateway.types import AnswerNote
 
 # fmt: off
 TTFT_BUCKETS = (
@@ -196,38 +197,39 @@ class AnswerCounts(Collector):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._counts: dict[tuple[str, ...], float] = {}
+        self._errors: dict[str, float] = {}
         registry.register(self)
 
-    def add(self, route: str, model: str, code: str, fault: str) -> None:
+    def add(self, route: str, note: AnswerNote) -> None:
         """One more."""
-        key = route, model, code, fault
+        key = route, note.model, note.code, note.fault
         self._counts[key] = self._counts.get(key, 0.0) + 1
+        if note.status >= 400:
+            self._errors[note.code] = self._errors.get(note.code, 0.0) + 1
 
     def describe(self) -> Iterable[Metric]:
         """The names alone."""
-        return self._metrics({})
+        return self._metrics({}, {})
 
     def collect(self) -> Iterable[Metric]:
         """As of now."""
-        return self._metrics(self._counts)
+        return self._metrics(self._counts, self._errors)
 
     def take(self) -> Build:
         """See Source."""
-        counts = self._counts.copy()
-        return lambda: map(family_of, self._metrics(counts))
+        about = self._counts.copy(), self._errors.copy()
+        return lambda: map(family_of, self._metrics(*about))
 
-    def _metrics(self, counts: dict[tuple[str, ...], float]) -> Iterator[Metric]:
+    def _metrics(
+        self, counts: dict[tuple[str, ...], float], errors: dict[str, float]
+    ) -> Iterator[Metric]:
         labels = ["route", "model_name", "code", "fault"]
         doc = "HTTP requests by how they were answered."
         answers = CounterMetricFamily("polyhost_answers", doc, labels=labels)
-        errors: dict[str, float] = {}
         for key, number in counts.items():
             answers.add_metric(key, number)
-            _, _, code, fault = key
-            if fault != "none" and code != "client_gone":
-                errors[code] = errors.get(code, 0.0) + number
         yield answers
-        doc = "Responses other than 2xx, and streams that ended with an error."
+        doc = "Responses other than 2xx."
         family = CounterMetricFamily("polyhost_request_errors", doc, labels=["code"])
         for code, number in errors.items():
             family.add_metric([code], number)
@@ -244,11 +246,19 @@ class ConnectionCollector(Collector):
         """Nothing, so that registering does not collect."""
         return ()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
         """Now."""
+        return self._metrics(dict(self._connections.ended))
+
+    def take(self) -> Build:
+        """See Source."""
+        ended = dict(self._connections.ended)
+        return lambda: map(family_of, self._metrics(ended))
+
+    def _metrics(self, by_reason: dict[str, int]) -> Iterator[Metric]:
         yield gauge("connections_open", "Open HTTP connections.", self._connections.num_open)
         delayed = "HTTP connections delayed by the rate limit of their address."
         yield total("connections_delayed", delayed, self._connections.num_delayed)
-        ended = (([reason], float(n)) for reason, n in self._connections.ended.items())
+        ended = (([reason], float(n)) for reason, n in by_reason.items())
         doc = "HTTP connections closed by the server, by reason."
         yield by(CounterMetricFamily, "connections_ended", doc, ["reason"], ended)

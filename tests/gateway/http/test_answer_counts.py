@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from gateway.errors import MODEL_FAILED, RATE_LIMITED, ApiError
+from gateway.metrics.families import Labels
 from tests.gateway.edge_kit import KEY, Kit, client_of, make_kit
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
@@ -19,6 +20,12 @@ def answers(kit: Kit) -> dict[tuple[str, str, str, str], float]:
         of = dict(labels)
         found[of["route"], of["model_name"], of["code"], of["fault"]] = value
     return found
+
+
+def errors(kit: Kit) -> list[tuple[str, Labels, float]]:
+    registry = kit.edge.services.metrics_registry
+    (family,) = [f for f in registry.take()() if f.name == "polyhost_request_errors"]
+    return family.samples
 
 
 async def test_by_route_model_code_and_fault(tmp_path: Path) -> None:
@@ -39,6 +46,8 @@ async def test_by_route_model_code_and_fault(tmp_path: Path) -> None:
         await client.session.get(client.base + "/v1/models/tiny")
         await client.session.get(client.base + "/v1/whatever/" + "x" * 50)
         await client.session.get(client.base + "/v1/models%0A")
+        await client.session.get(client.base + "/admin/static/none-such")
+        await client.session.get(client.base + "/administrator")
     assert answers(kit) == {
         (URL, "tiny", "ok", "none"): 2,
         (URL, "tiny", "context_length_exceeded", "client"): 1,
@@ -49,7 +58,8 @@ async def test_by_route_model_code_and_fault(tmp_path: Path) -> None:
         (URL, "tiny", "model_failed", "server"): 1,
         ("/tokenize", "tiny", "ok", "none"): 1,
         ("/v1/models/{name:path}", "", "invalid_api_key", "client"): 1,
-        ("other", "", "not_found", "client"): 2,
+        ("other", "", "not_found", "client"): 3,
+        ("/admin", "", "status_404", "client"): 1,
     }
 
 
@@ -62,6 +72,7 @@ async def test_an_error_in_mid_stream_is_an_error(tmp_path: Path) -> None:
         kit.dispatcher.requests[0].fail(ApiError(MODEL_FAILED, "broken"))
         await answer.content.read()
     assert answers(kit) == {(URL, "tiny", "model_failed", "server"): 1}
+    assert errors(kit) == [], "it was answered with 200"
 
 
 async def test_a_client_that_leaves_is_no_failure(tmp_path: Path) -> None:
@@ -85,9 +96,4 @@ async def test_a_client_that_leaves_is_no_failure(tmp_path: Path) -> None:
         await kit.settled(2)
         await asyncio.sleep(0.05)
     assert answers(kit) == {(URL, "tiny", "client_gone", "client"): 2}
-    errors = [
-        family
-        for family in kit.edge.services.metrics_registry.take()()
-        if family.name == "polyhost_request_errors"
-    ]
-    assert errors[0].samples == []
+    assert errors(kit) == []

@@ -10,12 +10,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.protocol import ModelStatus, WorkerStatus
+from gateway.errors import SERVER_ERROR
 from gateway.metrics.cache_metrics import CacheMetrics, CacheSize
 from gateway.metrics.counters import LabelCounts, TimeHistogram
 from gateway.metrics.families import MAX, Family, MetricsRegistry, MetricsText, Retired, merge
 from gateway.metrics.metrics import Metrics, watch_process
 from gateway.metrics.state_metrics import StateCollector
 from gateway.protocols import Accounts, DispatcherSnapshot, LedgerSnapshot
+from gateway.types import AnswerNote
 
 # Each process' part of a whole. All other gauges are in MAX.
 SUM = {
@@ -106,6 +108,17 @@ def test_counts_of_who_is_gone_are_kept_and_gauges_are_not() -> None:
     assert kept["polyhost_requests_total"] == 3
     assert kept["polyhost_seconds_sum"] == 3
     assert "polyhost_open" not in kept
+
+
+def test_what_is_told_of_workers_is_not_kept_for_who_told_it() -> None:
+    """They live on, and the next dispatcher tells the same of them."""
+    own = MetricsRegistry()
+    for name in ("polyhost_num_preemptions", "polyhost_mine"):
+        label = "model" if name.endswith("mine") else "worker"
+        Counter(name, "Counted.", [label], registry=own).labels("w").inc(5)
+    retired = Retired()
+    retired.add(families_of(own))
+    assert values(retired.families) == {"polyhost_mine_total": 5}
 
 
 def test_what_is_taken_does_not_change_any_more() -> None:
@@ -224,5 +237,8 @@ def test_a_plain_registry_shows_the_same() -> None:
     """For whoever asks prometheus-client."""
     plain, own = CollectorRegistry(), MetricsRegistry()
     for target in (plain, own):
-        Metrics(target, lambda: ["m"]).answers.add("/v1/x", "m", "server_error", "server")
+        note = AnswerNote("m")
+        note.fail(SERVER_ERROR)
+        note.has_status(500)
+        Metrics(target, lambda: ["m"]).answers.add("/v1/x", note)
     assert samples(generate_latest(plain)) == samples(MetricsText().text(own.take()(), 0.0))
