@@ -143,11 +143,14 @@ class BatchLines:
         return None
 
     async def _ask(self, index: int, request_id: str, body: bytes) -> bytes | None:
-        """The answer. None where the key is gone. Raises ApiError, ClientGone."""
+        """The answer. None where the batch is cancelled. Raises ApiError, ClientGone."""
         try:
             principal = self.principal()
         except ApiError:
             self._cancel("its key cannot be used")
+            return None
+        if principal.response_retention_days == 0:
+            self._cancel("nothing is stored for its tenant any more")
             return None
         kind, dialect = ENDPOINTS[self._batch.endpoint]
         call = self._calls[index] = self._call(index, request_id, body, principal)

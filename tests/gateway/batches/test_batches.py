@@ -411,6 +411,21 @@ async def test_a_revoked_key_cancels_its_batch(tmp_path: Path) -> None:
         assert (done["status"], done["request_counts"]["completed"]) == ("cancelled", 1)
 
 
+async def test_zero_retention_cancels_a_batch(tmp_path: Path) -> None:
+    kit = batch_kit(tmp_path, batch_lines=1)
+    kit.dispatcher.script = silent
+    async with client_of(kit) as client:
+        batch = await begun(client, [line(f"id-{n}") for n in range(3)])
+        running = await kit.begun()
+        mine, *others = file_keys()
+        kit.use_keys(replace(mine, response_retention_days=0), *others)
+        kit.speak("The game")(running)
+        await until(lambda: not kit.edge.batches._runner._running)
+        kit.use_keys(mine, *others)
+        done = await ended(client, batch["id"])
+        assert (done["status"], done["request_counts"]["completed"]) == ("cancelled", 1)
+
+
 async def test_a_batch_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
