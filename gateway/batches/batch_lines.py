@@ -1,11 +1,13 @@
 """The lines of one batch as requests: a line of its file comes in, one of its output goes out.
 
 A line is a `Call` through the pipeline, with the principal of the key that made the batch. The key
-is looked up for each line: without it the batch is cancelled. Refusals that pass (limits, full
-queues, no worker) are waited for until the batch's time is up; every other one is the line's
-answer, and so is a limit that the line alone exceeds. A line is posted when it is answered, or
-broken off because its batch was cancelled; what else does not come to its end is not posted, since
-the same id is made again. Which lines run when, and what is written, is batch_run.py's.
+is looked up for each line. One that cannot be used any more cancels the batch; of one that this
+process has not read yet the database is asked, and then the batch is given up for a while. Refusals
+that pass (limits, full queues, no worker) are waited for until the batch's time is up; every other
+one is the line's answer, and so is a limit that the line alone exceeds. A line is posted when it is
+answered, or broken off because its batch was cancelled; what else does not come to its end is not
+posted, since the same id is made again. Which lines run when, and what is written, is
+batch_run.py's.
 """
 
 import asyncio
@@ -13,6 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from gateway.auth.auth import principal_of_key
 from gateway.auth.directory import Directory
@@ -67,12 +70,18 @@ class LineResult:
     line: bytes
 
 
+class KeyUnread(Exception):
+    """The key can be used, and this process has not read it yet: its view of the registry is young,
+    or old."""
+
+
 class BatchLines:
-    """Of one run of a batch. `is_stopping`: this process ends; `is_lost`: another holds the batch.
-    After either, and when it is cancelled, nothing more is begun."""
+    """Of one run of a batch. `is_stopping`: this process ends; `is_lost`: another holds the batch;
+    `is_unread`: its key is not known here yet. After one of these, and when it is cancelled, nothing
+    more is begun."""
 
     def __init__(self, batch: BatchRecord, parts: BatchParts) -> None:
-        self.is_stopping = self.is_cancelled = self.is_lost = False
+        self.is_stopping = self.is_cancelled = self.is_lost = self.is_unread = False
         self._batch = batch
         self._parts = parts
         self._is_broken_off = False
@@ -83,7 +92,7 @@ class BatchLines:
     @property
     def is_halted(self) -> bool:
         """Nothing more is to be begun."""
-        return self.is_stopping or self.is_cancelled or self.is_lost
+        return self.is_stopping or self.is_cancelled or self.is_lost or self.is_unread
 
     @property
     def is_late(self) -> bool:
@@ -113,13 +122,21 @@ class BatchLines:
             async with asyncio.timeout(most_s):
                 await self._halted.wait()
 
-    def principal(self) -> Principal:
-        """Raises ApiError where the key cannot be used any more."""
-        parts, batch = self._parts, self._batch
-        found = principal_of_key(parts.directory, batch.key_id, parts.now_at())
-        if found is None or found.tenant_id != batch.tenant_id:
-            raise ApiError(SERVER_ERROR, "the API key of the batch cannot be used any more")
-        return found
+    async def principal(self) -> Principal:
+        """Raises ApiError where the key cannot be used any more; KeyUnread where it is not known here,
+        and then nothing more is begun."""
+        parts, batch, now_at = self._parts, self._batch, self._parts.now_at()
+        found = principal_of_key(parts.directory, batch.key_id, now_at)
+        if found is not None and found.tenant_id == batch.tenant_id:
+            return found
+        is_read = parts.directory.find_key_by_id(batch.key_id) is not None
+        if not is_read and await parts.threads.write(
+            partial(parts.store.is_key_usable, batch, now_at)
+        ):
+            self.is_unread = True
+            self._halted.set()
+            raise KeyUnread
+        raise ApiError(SERVER_ERROR, "the API key of the batch cannot be used any more")
 
     async def answer(self, index: int, data: bytes) -> LineResult | None:
         """None where it was broken off."""
@@ -145,7 +162,9 @@ class BatchLines:
     async def _ask(self, index: int, request_id: str, body: bytes) -> bytes | None:
         """The answer. None where the batch is cancelled. Raises ApiError, ClientGone."""
         try:
-            principal = self.principal()
+            principal = await self.principal()
+        except KeyUnread:
+            return None
         except ApiError:
             self._cancel("its key cannot be used")
             return None

@@ -18,6 +18,7 @@ from gateway.batches.batch_input import MAX_LINES, MAX_MESSAGE_CHARS, InputCheck
 from gateway.batches.batch_output import line_id
 from gateway.batches.batch_store import BatchStore
 from gateway.errors import MODEL_NOT_FOUND, QUEUE_FULL, ApiError
+from registry.accounts import api_keys, tenants
 from registry.accounts.quotas import Limits
 from registry.session import make_engine, reading, writing
 from registry.state.batches import Batch
@@ -409,6 +410,36 @@ async def test_a_revoked_key_cancels_its_batch(tmp_path: Path) -> None:
         kit.use_keys(*file_keys())
         done = await ended(client, batch["id"])
         assert (done["status"], done["request_counts"]["completed"]) == ("cancelled", 1)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_key_that_is_not_read_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    kit = batch_kit(tmp_path, batch_lines=1, max_batches_running=int(has_begun))
+    kit.dispatcher.script = silent
+    engine = make_engine(kit.edge.services.settings.registry_url)
+    with writing(engine, "test") as session:
+        owner = tenants.create_tenant(session, "acme", now_at=1.0).id
+        own_id = api_keys.create_key(session, owner, "key", now_at=1.0)[0].id
+    engine.dispose()
+    mine = replace(file_keys()[0], id=own_id, tenant_id=owner)
+    kit.use_keys(mine)
+    runner = kit.edge.batches._runner
+    async with client_of(kit) as client:
+        batch = await begun(client, [line("a"), line("b")])
+        first = await kit.begun() if has_begun else None
+        kit.use_keys()
+        speak_back(kit)
+        if first is not None:
+            kit.speak("The game")(first)
+        runner._max_running, unread = 1, asyncio.Event()
+        monkeypatch.setattr(batch_run.log, "warning", lambda *_: unread.set())
+        async with asyncio.timeout(5):
+            await unread.wait()
+        kit.use_keys(mine)
+        done = await ended(client, batch["id"])
+        assert (done["status"], done["request_counts"]["completed"]) == ("completed", 2)
 
 
 async def test_zero_retention_cancels_a_batch(tmp_path: Path) -> None:
