@@ -19,8 +19,8 @@ from functools import partial
 
 from gateway.auth.auth import principal_of_key
 from gateway.auth.directory import Directory
-from gateway.batches.batch_input import ENDPOINTS, read_line
-from gateway.batches.batch_output import answered_line, line_id, refused_line
+from gateway.batches.batch_input import ENDPOINTS, WrongLine, custom_id_of, read_line
+from gateway.batches.batch_output import answered_line, line_id, refused_line, unanswered_line
 from gateway.batches.batch_store import BatchStore
 from gateway.dialects.by_route import DIALECTS
 from gateway.dialects.dialect import CHAT
@@ -77,8 +77,8 @@ class KeyUnread(Exception):
 
 class BatchLines:
     """Of one run of a batch. `is_stopping`: this process ends; `is_lost`: another holds the batch;
-    `is_unread`: its key is not known here yet. After one of these, and when it is cancelled, nothing
-    more is begun."""
+    `is_unread`: its key is not known here yet. After one of these, and when it is cancelled,
+    nothing more is begun."""
 
     def __init__(self, batch: BatchRecord, parts: BatchParts) -> None:
         self.is_stopping = self.is_cancelled = self.is_lost = self.is_unread = False
@@ -123,8 +123,8 @@ class BatchLines:
                 await self._halted.wait()
 
     async def principal(self) -> Principal:
-        """Raises ApiError where the key cannot be used any more; KeyUnread where it is not known here,
-        and then nothing more is begun."""
+        """Raises ApiError where the key cannot be used any more; KeyUnread where it is not known
+        here, and then nothing more is begun."""
         parts, batch, now_at = self._parts, self._batch, self._parts.now_at()
         found = principal_of_key(parts.directory, batch.key_id, now_at)
         if found is not None and found.tenant_id == batch.tenant_id:
@@ -140,8 +140,12 @@ class BatchLines:
 
     async def answer(self, index: int, data: bytes) -> LineResult | None:
         """None where it was broken off."""
-        line, request_id = read_line(data), line_id(self._batch.id, index)
-        pause_s = 1.0
+        request_id, pause_s = line_id(self._batch.id, index), 1.0
+        try:
+            line = read_line(data)
+        except WrongLine as wrong:  # It was right: a line may not be as long any more.
+            about = custom_id_of(data), request_id, wrong.code, wrong.message
+            return LineResult(index, True, unanswered_line(*about))
         while not self.is_halted and not self.is_late:
             try:
                 body = await self._ask(index, request_id, bytes(line.body))

@@ -25,6 +25,7 @@ from gateway.batches.batch_input import (
     CheckedInput,
     InputCheck,
     WrongLine,
+    custom_id_of,
     error_line,
     lines_of,
     read_line,
@@ -247,7 +248,11 @@ class BatchRun:
         while (found := await self._write(lambda: next(left, None))) is not None:
             index, data = found
             request_id = line_id(self.batch.id, index)
-            line = unanswered_line(read_line(data).custom_id, request_id, *EXPIRED)
+            try:
+                custom_id = read_line(data).custom_id
+            except WrongLine:
+                custom_id = custom_id_of(data)
+            line = unanswered_line(custom_id, request_id, *EXPIRED)
             self._answered[index >> 3] |= 1 << (index & 7)
             self._errors.append(line)
             self._num_bytes += len(line)

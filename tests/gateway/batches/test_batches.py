@@ -15,6 +15,7 @@ from sqlalchemy import select, update
 
 from gateway.batches import batch_run, batches_service
 from gateway.batches.batch_input import MAX_LINES, MAX_MESSAGE_CHARS, InputCheck
+from gateway.batches.batch_input import lines_of as lines_of_file
 from gateway.batches.batch_output import line_id
 from gateway.batches.batch_store import BatchStore
 from gateway.errors import MODEL_NOT_FOUND, QUEUE_FULL, ApiError
@@ -355,6 +356,30 @@ async def test_lines_whose_time_is_up_expire(
         errors = await lines_of(client, done["error_file_id"])
         assert {each["error"]["code"] for each in errors.values()} == {"batch_expired"}
         assert {each["response"] for each in errors.values()} == {None}
+
+
+@pytest.mark.parametrize("has_expired", [False, True])
+async def test_a_line_that_is_too_long_by_now_is_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_expired: bool
+) -> None:
+    """`max_body_bytes` was lowered after the file was checked."""
+    kit = batch_kit(tmp_path, batch_lines=1)
+    kit.dispatcher.script = silent
+    monkeypatch.setattr(batch_run, "lines_of", lambda pieces, _: lines_of_file(pieces, 250))
+    long = [{**line('b "\u00e9"'), "more": "x" * 300}, {"more": "x" * 300, **line("c")}]
+    async with client_of(kit) as client:
+        batch = await begun(client, [line("a"), *long])
+        running = await kit.begun()
+        if has_expired:
+            [run] = kit.edge.batches._runner._running.values()
+            run.batch = run._lines._batch = replace(run.batch, expires_at=0.0)
+        kit.speak("The game")(running)
+        done = await ended(client, batch["id"])
+        assert done["status"] == ("expired" if has_expired else "completed")
+        errors = await lines_of(client, done["error_file_id"])
+        assert errors.keys() - {"a"} == {'b "\u00e9"', ""}
+        code = "batch_expired" if has_expired else "invalid_json_line"
+        assert {each["error"]["code"] for each in errors.values()} == {code}
 
 
 async def test_refusals_that_pass_are_waited_for(kit: Kit, client: Client) -> None:
