@@ -2,12 +2,15 @@
 
 A line is a `Call` through the pipeline, with the principal of the key that made the batch. The key
 is looked up for each line. One that cannot be used any more cancels the batch; of one that this
-process has not read yet the database is asked, and then the batch is given up for a while. Refusals
-that pass (limits, full queues, no worker) are waited for until the batch's time is up; every other
-one is the line's answer, and so is a limit that the line alone exceeds. A line is posted when it is
-answered, or broken off because its batch was cancelled; what else does not come to its end is not
-posted, since the same id is made again. Which lines run when, and what is written, is
-batch_run.py's.
+process has not read yet the database is asked, and then the batch is given up for a while.
+
+Refusals that pass (limits, full queues, no worker) are waited for until the batch's time is up;
+every other one is the line's answer, and so is a limit that the line alone exceeds. A budget that
+does not cover the line is asked again when another line has ended, until no other runs.
+
+A line is posted when it is answered, or broken off because its batch was cancelled. What else does
+not come to its end is not posted, since the same id is made again. Which lines run when, and what
+is written, is batch_run.py's.
 """
 
 import asyncio
@@ -25,6 +28,7 @@ from gateway.batches.batch_store import BatchStore
 from gateway.dialects.by_route import DIALECTS
 from gateway.dialects.dialect import CHAT
 from gateway.errors import (
+    INSUFFICIENT_QUOTA,
     QUEUE_FULL,
     RATE_LIMITED,
     SERVER_ERROR,
@@ -86,6 +90,7 @@ class BatchLines:
         self._parts = parts
         self._is_broken_off = False
         self._halted = asyncio.Event()
+        self._ended = asyncio.Event()
         self._calls: dict[int, Call] = {}
         self._aborts: dict[int, list[Callable[[], None]]] = {}
 
@@ -147,11 +152,16 @@ class BatchLines:
             about = custom_id_of(data), request_id, wrong.code, wrong.message
             return LineResult(index, True, unanswered_line(*about))
         while not self.is_halted and not self.is_late:
+            was_alone = not self._calls
             try:
                 body = await self._ask(index, request_id, bytes(line.body))
             except ClientGone:
                 return None
             except ApiError as error:
+                is_held = error.kind == INSUFFICIENT_QUOTA and not was_alone
+                if is_held and not error.is_final:
+                    await self._another_ends()
+                    continue
                 if error.is_final or error.kind not in PASSING:
                     refused = refused_line(line.custom_id, request_id, error)
                     return LineResult(index, True, refused)
@@ -195,6 +205,13 @@ class BatchLines:
         finally:
             self._aborts.pop(index, None)
             self._calls.pop(index, None)
+            self._ended.set()
+            self._ended = asyncio.Event()
+
+    async def _another_ends(self) -> None:
+        """Budgets hold the most that a request may cost, and the rest is free when it ends."""
+        if self._calls:
+            await self._ended.wait()
 
     def _call(self, index: int, request_id: str, body: bytes, principal: Principal) -> Call:
         async def receive_body() -> bytes:

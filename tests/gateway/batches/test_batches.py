@@ -24,7 +24,7 @@ from registry.accounts.quotas import Limits
 from registry.session import make_engine, reading, writing
 from registry.state.batches import Batch
 from tests.gateway.batches.conftest import batch_kit
-from tests.gateway.edge_kit import KEY, Client, Kit, Running, client_of, silent, until
+from tests.gateway.edge_kit import KEY, PRICES, Client, Kit, Running, client_of, silent, until
 from tests.gateway.files.file_kit import (
     OTHER_KEY,
     call,
@@ -405,6 +405,26 @@ async def test_a_line_that_alone_exceeds_a_limit_is_answered(tmp_path: Path) -> 
         error = (await lines_of(client, done["error_file_id"]))["a"]["response"]
         assert error["status_code"] == 429
         assert error["body"]["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_a_budget_that_running_lines_hold_is_waited_for(tmp_path: Path) -> None:
+    """It covers what one line may cost and what some do cost, and never two at a time."""
+    kit = batch_kit(tmp_path, batch_lines=4)
+    kit.dispatcher.script = kit.speak_slowly("The game")
+    mine, *others = file_keys()
+    kit.use_keys(replace(mine, limits=Limits(day_budget_nanos=700)), *others)
+    lines = [line(f"id-{n}") for n in range(12)]
+    for each in lines:
+        each["body"]["max_tokens"] = 90
+    async with client_of(kit) as client:
+        done = await ended(client, (await begun(client, lines))["id"])
+        cost = kit.ledger.posted[0].cost_nanos
+        num_covered = sum(posting.outcome == "finished" for posting in kit.ledger.posted)
+        assert 1 < num_covered == done["request_counts"]["completed"] < 12
+        assert (num_covered + 1) * cost + 90 * PRICES.completion_nanos > 700, "all that it covers"
+        errors = await lines_of(client, done["error_file_id"])
+        codes = {each["response"]["body"]["error"]["code"] for each in errors.values()}
+        assert codes == {"insufficient_quota"}
 
 
 async def test_one_tenant_does_not_hold_all_that_run(tmp_path: Path) -> None:
