@@ -112,6 +112,10 @@ class UsageOutbox:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._entries
 
+    def owner(self, key: RequestKey) -> str:
+        """The gateway it is kept for; "": it is not here."""
+        return self._entries[key][0] if key in self._entries else ""
+
     def add(self, gateway_id: str, key: RequestKey, finish: Finish) -> None:
         """Keep `finish` for `gateway_id`. A key that is here already keeps its first finish."""
         if key in self._entries:

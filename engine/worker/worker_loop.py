@@ -304,6 +304,7 @@ class Worker:
                 other.taken.append(key)
         if key in self._requests or key in self._outbox:
             self.counters.submits_duplicate += 1
+            self._refuse_duplicate(peer, request)
             return
         try:
             if self._draining:
@@ -316,6 +317,18 @@ class Worker:
             return
         num_tokens = len(request.prompt_token_ids) + request.max_tokens
         self._requests[key] = PeerRequest(peer, self._board.taken(request.model_id, num_tokens))
+
+    def _refuse_duplicate(self, peer: Peer, request: Submit) -> None:
+        """Whoever submitted it hears of it anyway; another gateway would wait for ever. It is to
+        try later, when the first one has its end."""
+        key = (request.request_id, request.attempt)
+        running = self._requests.get(key)
+        owner = self._outbox.owner(key) if running is None else running.peer.gateway_id
+        if owner != peer.gateway_id:
+            text = "another gateway has a request with this id: try again when that has ended"
+            refused = self._refusal(request, "overloaded", text)
+            self._send(peer, msgspec.structs.replace(refused, retryable=False))
+            self._board.ask()
 
     def _control(
         self, message: SetCatalog | LoadModel | WarmModel | UnloadModel, now_s: float

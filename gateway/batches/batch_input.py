@@ -6,6 +6,7 @@ more than a line and a piece is in memory; of earlier lines a digest of the `cus
 """
 
 import hashlib
+import re
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -67,6 +68,7 @@ class _Body(msgspec.Struct):
         return ""
 
 
+_CUSTOM_ID = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 _line_decoder = msgspec.json.Decoder(BatchLine)
 _body_decoder = msgspec.json.Decoder(_Body)
 
@@ -122,6 +124,15 @@ def _lines_by_piece(
         yield found
     if rest.strip() and not is_cut:
         yield [(number + 1, rest)]
+
+
+def custom_id_of(data: bytes) -> str:
+    """Of a line that may be cut, where it begins with that; else ""."""
+    found = _CUSTOM_ID.match(data)
+    try:
+        return "" if found is None else msgspec.json.decode(found[1], type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
 
 
 def read_line(data: bytes) -> BatchLine:

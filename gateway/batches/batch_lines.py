@@ -1,12 +1,17 @@
 """The lines of one batch as requests: a line of its file comes in, one of its output goes out.
 
 A line is a `Call` through the pipeline, with the principal of the key that made the batch. The key
-is looked up for each line: without it the batch is cancelled. Refusals that pass (limits, full
-queues, no worker) are waited for until the batch's time is up; every other one is the line's
-answer, and so is a limit that the line alone exceeds. Lines are of class batch, with the time that
-the batch may take as their window (docs/fairness.md). A line is posted when it is answered, or
-broken off because its batch was cancelled; what else does not come to its end is not posted, since
-the same id is made again. Which lines run when, and what is written, is batch_run.py's.
+is looked up for each line. One that cannot be used any more cancels the batch; of one that this
+process has not read yet the database is asked, and then the batch is given up for a while.
+
+Refusals that pass (limits, full queues, no worker) are waited for until the batch's time is up;
+every other one is the line's answer, and so is a limit that the line alone exceeds. A budget that
+does not cover the line is asked again when another line has ended, until no other runs.
+Lines are of class batch, with the time that the batch may take as their window (docs/fairness.md).
+
+A line is posted when it is answered, or broken off because its batch was cancelled. What else does
+not come to its end is not posted, since the same id is made again. Which lines run when, and what
+is written, is batch_run.py's.
 """
 
 import asyncio
@@ -14,18 +19,20 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from gateway.auth.auth import principal_of_key
 from gateway.auth.directory import Directory
-from gateway.batches.batch_input import ENDPOINTS, read_line
-from gateway.batches.batch_output import answered_line, line_id, refused_line
+from gateway.batches.batch_input import ENDPOINTS, WrongLine, custom_id_of, read_line
+from gateway.batches.batch_output import answered_line, line_id, refused_line, unanswered_line
 from gateway.batches.batch_store import BatchStore
 from gateway.dialects.by_route import DIALECTS
 from gateway.dialects.dialect import CHAT
 from gateway.errors import (
     DEADLINE_EXCEEDED,
+    INSUFFICIENT_QUOTA,
     QUEUE_FULL,
     RATE_LIMITED,
     SERVER_ERROR,
@@ -74,16 +81,23 @@ class LineResult:
     line: bytes
 
 
+class KeyUnread(Exception):
+    """The key can be used, and this process has not read it yet: its view of the registry is young,
+    or old."""
+
+
 class BatchLines:
-    """Of one run of a batch. `is_stopping`: this process ends; `is_lost`: another holds the batch.
-    After either, and when it is cancelled, nothing more is begun."""
+    """Of one run of a batch. `is_stopping`: this process ends; `is_lost`: another holds the batch;
+    `is_unread`: its key is not known here yet. After one of these, and when it is cancelled,
+    nothing more is begun."""
 
     def __init__(self, batch: BatchRecord, parts: BatchParts) -> None:
-        self.is_stopping = self.is_cancelled = self.is_lost = False
+        self.is_stopping = self.is_cancelled = self.is_lost = self.is_unread = False
         self._batch = batch
         self._parts = parts
         self._is_broken_off = False
         self._halted = asyncio.Event()
+        self._ended = asyncio.Event()
         self._calls: dict[int, Call] = {}
         self._num_ended = 0
         self._began_s = parts.now_s()
@@ -92,7 +106,7 @@ class BatchLines:
     @property
     def is_halted(self) -> bool:
         """Nothing more is to be begun."""
-        return self.is_stopping or self.is_cancelled or self.is_lost
+        return self.is_stopping or self.is_cancelled or self.is_lost or self.is_unread
 
     @property
     def is_late(self) -> bool:
@@ -122,24 +136,41 @@ class BatchLines:
             async with asyncio.timeout(most_s):
                 await self._halted.wait()
 
-    def principal(self) -> Principal:
-        """Raises ApiError where the key cannot be used any more."""
-        parts, batch = self._parts, self._batch
-        found = principal_of_key(parts.directory, batch.key_id, parts.now_at())
-        if found is None or found.tenant_id != batch.tenant_id:
-            raise ApiError(SERVER_ERROR, "the API key of the batch cannot be used any more")
-        return found
+    async def principal(self) -> Principal:
+        """Raises ApiError where the key cannot be used any more; KeyUnread where it is not known
+        here, and then nothing more is begun."""
+        parts, batch, now_at = self._parts, self._batch, self._parts.now_at()
+        found = principal_of_key(parts.directory, batch.key_id, now_at)
+        if found is not None and found.tenant_id == batch.tenant_id:
+            return found
+        is_read = parts.directory.find_key_by_id(batch.key_id) is not None
+        if not is_read and await parts.threads.write(
+            partial(parts.store.is_key_usable, batch, now_at)
+        ):
+            self.is_unread = True
+            self._halted.set()
+            raise KeyUnread
+        raise ApiError(SERVER_ERROR, "the API key of the batch cannot be used any more")
 
     async def answer(self, index: int, data: bytes, num_behind: int = 0) -> LineResult | None:
         """None where it was broken off. `num_behind`: lines of its batch that come after it."""
-        line, request_id = read_line(data), line_id(self._batch.id, index)
-        pause_s = 1.0
+        request_id, pause_s = line_id(self._batch.id, index), 1.0
+        try:
+            line = read_line(data)
+        except WrongLine as wrong:  # It was right: a line may not be as long any more.
+            about = custom_id_of(data), request_id, wrong.code, wrong.message
+            return LineResult(index, True, unanswered_line(*about))
         while not self.is_halted and not self.is_late:
+            was_alone = not self._calls
             try:
                 body = await self._ask(index, request_id, bytes(line.body), num_behind)
             except ClientGone:
                 return None
             except ApiError as error:
+                is_held = error.kind == INSUFFICIENT_QUOTA and not was_alone
+                if is_held and not error.is_final:
+                    await self._another_ends()
+                    continue
                 if error.is_final or error.kind not in PASSING:
                     self._num_ended += 1
                     refused = refused_line(line.custom_id, request_id, error)
@@ -154,11 +185,16 @@ class BatchLines:
         return None
 
     async def _ask(self, index: int, request_id: str, body: bytes, num_behind: int) -> bytes | None:
-        """The answer. None where the key is gone. Raises ApiError, ClientGone."""
+        """The answer. None where the batch is cancelled. Raises ApiError, ClientGone."""
         try:
-            principal = self.principal()
+            principal = await self.principal()
+        except KeyUnread:
+            return None
         except ApiError:
             self._cancel("its key cannot be used")
+            return None
+        if principal.response_retention_days == 0:
+            self._cancel("nothing is stored for its tenant any more")
             return None
         window = self._window(num_behind)
         principal = msgspec.structs.replace(principal, is_batch=True, window=window)
@@ -182,6 +218,13 @@ class BatchLines:
         finally:
             self._aborts.pop(index, None)
             self._calls.pop(index, None)
+            self._ended.set()
+            self._ended = asyncio.Event()
+
+    async def _another_ends(self) -> None:
+        """Budgets hold the most that a request may cost, and the rest is free when it ends."""
+        if self._calls:
+            await self._ended.wait()
 
     def _call(self, index: int, request_id: str, body: bytes, principal: Principal) -> Call:
         async def receive_body() -> bytes:

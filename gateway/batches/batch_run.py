@@ -25,11 +25,12 @@ from gateway.batches.batch_input import (
     CheckedInput,
     InputCheck,
     WrongLine,
+    custom_id_of,
     error_line,
     lines_of,
     read_line,
 )
-from gateway.batches.batch_lines import BatchLines, BatchParts, LineResult
+from gateway.batches.batch_lines import BatchLines, BatchParts, KeyUnread, LineResult
 from gateway.batches.batch_output import EXPIRED, OUTPUT_PURPOSE, line_id, unanswered_line
 from gateway.batches.batch_store import BatchLost, file_id_of
 from gateway.errors import ApiError
@@ -73,6 +74,9 @@ class BatchRun:
             await self._go()
         except BatchLost:
             log.warning("batch %s is another process's now", self.batch.id)
+        except KeyUnread:
+            log.warning("batch %s waits: its key is not known here yet", self.batch.id)
+            await asyncio.sleep(RETRY_S)
         except _Stopped:
             log.info("batch %s is left to be finalized by another process", self.batch.id)
         except (SQLAlchemyError, OSError, NotFound, Damaged) as error:
@@ -128,7 +132,8 @@ class BatchRun:
                     return
             found = check.found
             if not found.error_lines:
-                self._check_model(found.model)
+                principal = await self._lines.principal()
+                find_model(principal, parts.directory, found.model)
         except (NotFound, Damaged):
             found = _faulty("invalid_file", "the input file is gone, or damaged: send it again")
         except ApiError as error:
@@ -148,10 +153,6 @@ class BatchRun:
             answered=bytes(self._answered),
         )
 
-    def _check_model(self, name: str) -> None:
-        """Raises ApiError."""
-        find_model(self._lines.principal(), self._parts.directory, name)
-
     # Answering.
 
     async def _answer(self) -> None:
@@ -163,7 +164,7 @@ class BatchRun:
             while (
                 not self._lines.is_cancelled and not self._lines.is_lost and not self._lines.is_late
             ):
-                if self._lines.is_stopping:
+                if self._lines.is_halted:
                     has_more = False
                 while has_more and len(running) < self._parts.num_lines:
                     found = await self._write(lambda: next(left, None))
@@ -189,6 +190,8 @@ class BatchRun:
         if self._lines.is_lost:
             raise BatchLost(self.batch.id)
         await self._commit()
+        if self._lines.is_unread:
+            raise KeyUnread
         if self._lines.is_late and not self._lines.is_halted and not self.batch.ends_as:
             try:
                 await self._expire()
@@ -248,7 +251,11 @@ class BatchRun:
         while (found := await self._write(lambda: next(left, None))) is not None:
             index, data = found
             request_id = line_id(self.batch.id, index)
-            line = unanswered_line(read_line(data).custom_id, request_id, *EXPIRED)
+            try:
+                custom_id = read_line(data).custom_id
+            except WrongLine:
+                custom_id = custom_id_of(data)
+            line = unanswered_line(custom_id, request_id, *EXPIRED)
             self._answered[index >> 3] |= 1 << (index & 7)
             self._errors.append(line)
             self._num_bytes += len(line)

@@ -14,6 +14,8 @@ from typing import Any
 
 from engine.objects.object_store import ObjectWriter
 from gateway.files.file_store import ACTOR, FileStore
+from registry.accounts import api_keys
+from registry.errors import NotFound
 from registry.session import appending, reading
 from registry.state import batches, file_quota, files
 from registry.state.batches import BatchRecord, BatchState, SegmentRecord
@@ -102,6 +104,15 @@ class BatchStore:
         """See batches.change."""
         with appending(self._engine, ACTOR) as session:
             return batches.change(session, batch_id, token, states, **values)
+
+    def is_key_usable(self, batch: BatchRecord, now_at: float) -> bool:
+        """Whether the key that made it is, by the database."""
+        with reading(self._engine) as session:
+            try:
+                key = api_keys.get_key(session, batch.key_id)
+            except NotFound:
+                return False
+        return key.tenant_id == batch.tenant_id and key.usable(now_at)
 
     def input_pieces(self, batch: BatchRecord) -> Generator[bytes, None, None]:
         """The bytes of its file. Raises NotFound where that is gone, Damaged."""

@@ -27,7 +27,7 @@ from gateway.dispatch.policy.fair_share import TenantOrder
 from gateway.dispatch.policy.fleet_sight import Placer
 from gateway.dispatch.ticket_ends import ABORTED_UNUSED
 from gateway.dispatch.tickets import IntegrityError, StreamEnd, Ticket
-from gateway.errors import ApiError, model_gone, model_replaced
+from gateway.errors import UNAVAILABLE, ApiError, model_gone, model_replaced
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel
 
@@ -105,9 +105,13 @@ class TicketDispatcher(Dispatcher):
         self._peers: dict[str, GatewayPeer] = {}  # by request id, of live tickets
 
     def ask(self, peer: GatewayPeer, spec: TicketSpec, *, is_new: bool = True) -> None:
-        """One more request waits, or (not new) one that another dispatcher had admitted."""
+        """One more request waits, or (not new) one that another dispatcher had admitted. What lives
+        of another gateway process is denied: a batch's line comes again under the same id."""
         if spec.request_id in self._running.live:
-            return  # asked before: a ticket is one
+            if self._peers.get(spec.request_id) is not peer:  # else asked before: a ticket is one
+                text = "another gateway process has a request with this id: try again later"
+                peer.deny(spec.request_id, ApiError(UNAVAILABLE, text, retry_after_s=1.0))
+            return
         ticket = self._ticket(peer, spec)
         if isinstance(ticket, ApiError):
             peer.deny(spec.request_id, ticket)

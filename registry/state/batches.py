@@ -32,6 +32,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Mapped, Session, aliased, mapped_column
 
+from registry.accounts.tenants import Tenant
 from registry.base import Base, Count, Id, Instant, Name, OptionalInstant, record_of
 from registry.errors import NotFound
 from registry.state import file_quota, responses
@@ -303,8 +304,11 @@ def remove_segments(session: Session, batch_id: str) -> Sequence[str]:
 
 
 def remove_before(session: Session, before_at: float) -> int:
-    """Forget batches that ended and were made before then. Returns how many."""
-    old = delete(_table).where(_table.created_at < before_at, _table.state.in_(ENDED))
+    """Forget batches that ended and were made before then, and all that ended of tenants for whom
+    nothing is stored. Returns how many."""
+    keep_nothing = select(Tenant.id).where(Tenant.response_retention_days == 0)
+    is_old = or_(_table.created_at < before_at, _table.tenant_id.in_(keep_nothing))
+    old = delete(_table).where(is_old, _table.state.in_(ENDED))
     return session.connection().execute(old).rowcount
 
 

@@ -205,6 +205,22 @@ def test_duplicate_submits_run_once() -> None:
         r.until(lambda: counter(gateway, "worker_submits_duplicate") == 2)
 
 
+def test_a_duplicate_of_another_gateway_is_refused() -> None:
+    with rig() as r:
+        one, two = r.connect("g1"), r.connect("g2")
+        one.send(submit("a", max_tokens=10**6))
+        r.until(lambda: len(one.tokens("a")) > 3)
+        two.send(submit("a", max_tokens=2))
+        r.until(lambda: len(two.all(Refused)) == 1)
+        one.send(Abort("a", 1))
+        r.until(lambda: ended(one, "a"))
+        two.send(submit("a", max_tokens=2))  # its end is not acknowledged yet
+        r.until(lambda: len(two.all(Refused)) == 2)
+        assert {(each.code, each.retryable) for each in two.all(Refused)} == {("overloaded", False)}
+        assert two.tokens("a") == []
+        assert one.all(Refused) == []
+
+
 def test_abort_ends_within_one_step_and_only_for_its_owner() -> None:
     with rig() as r:
         one, two = r.connect("g1"), r.connect("g2")

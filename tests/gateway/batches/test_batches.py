@@ -15,15 +15,18 @@ from sqlalchemy import select, update
 
 from gateway.batches import batch_run, batches_service
 from gateway.batches.batch_input import MAX_LINES, MAX_MESSAGE_CHARS, InputCheck
+from gateway.batches.batch_input import lines_of as lines_of_file
 from gateway.batches.batch_output import line_id
 from gateway.batches.batch_store import BatchStore
 from gateway.errors import MODEL_NOT_FOUND, QUEUE_FULL, ApiError
+from registry.accounts import api_keys, tenants
 from registry.accounts.quotas import Limits
 from registry.session import make_engine, reading, writing
 from registry.state.batches import Batch
 from tests.gateway.batches.conftest import batch_kit
 from tests.gateway.edge_kit import (
     KEY,
+    PRICES,
     Client,
     Kit,
     Running,
@@ -411,6 +414,30 @@ async def test_lines_whose_time_is_up_expire(
         assert {each["response"] for each in errors.values()} == {None}
 
 
+@pytest.mark.parametrize("has_expired", [False, True])
+async def test_a_line_that_is_too_long_by_now_is_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_expired: bool
+) -> None:
+    """`max_body_bytes` was lowered after the file was checked."""
+    kit = batch_kit(tmp_path, batch_lines=1)
+    kit.dispatcher.script = silent
+    monkeypatch.setattr(batch_run, "lines_of", lambda pieces, _: lines_of_file(pieces, 250))
+    long = [{**line('b "\u00e9"'), "more": "x" * 300}, {"more": "x" * 300, **line("c")}]
+    async with client_of(kit) as client:
+        batch = await begun(client, [line("a"), *long])
+        running = await kit.begun()
+        if has_expired:
+            [run] = kit.edge.batches._runner._running.values()
+            run.batch = run._lines._batch = replace(run.batch, expires_at=0.0)
+        kit.speak("The game")(running)
+        done = await ended(client, batch["id"])
+        assert done["status"] == ("expired" if has_expired else "completed")
+        errors = await lines_of(client, done["error_file_id"])
+        assert errors.keys() - {"a"} == {'b "\u00e9"', ""}
+        code = "batch_expired" if has_expired else "invalid_json_line"
+        assert {each["error"]["code"] for each in errors.values()} == {code}
+
+
 async def test_refusals_that_pass_are_waited_for(kit: Kit, client: Client) -> None:
     speak_back(kit)
     kit.dispatcher.refusal = ApiError(QUEUE_FULL, "full", retry_after_s=0.01)
@@ -434,6 +461,26 @@ async def test_a_line_that_alone_exceeds_a_limit_is_answered(tmp_path: Path) -> 
         error = (await lines_of(client, done["error_file_id"]))["a"]["response"]
         assert error["status_code"] == 429
         assert error["body"]["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_a_budget_that_running_lines_hold_is_waited_for(tmp_path: Path) -> None:
+    """It covers what one line may cost and what some do cost, and never two at a time."""
+    kit = batch_kit(tmp_path, batch_lines=4)
+    kit.dispatcher.script = kit.speak_slowly("The game")
+    mine, *others = file_keys()
+    kit.use_keys(replace(mine, limits=Limits(day_budget_nanos=700)), *others)
+    lines = [line(f"id-{n}") for n in range(12)]
+    for each in lines:
+        each["body"]["max_tokens"] = 90
+    async with client_of(kit) as client:
+        done = await ended(client, (await begun(client, lines))["id"])
+        cost = kit.ledger.posted[0].cost_nanos
+        num_covered = sum(posting.outcome == "finished" for posting in kit.ledger.posted)
+        assert 1 < num_covered == done["request_counts"]["completed"] < 12
+        assert (num_covered + 1) * cost + 90 * PRICES.completion_nanos > 700, "all that it covers"
+        errors = await lines_of(client, done["error_file_id"])
+        codes = {each["response"]["body"]["error"]["code"] for each in errors.values()}
+        assert codes == {"insufficient_quota"}
 
 
 async def test_one_tenant_does_not_hold_all_that_run(tmp_path: Path) -> None:
@@ -462,6 +509,51 @@ async def test_a_revoked_key_cancels_its_batch(tmp_path: Path) -> None:
         kit.speak("The game")(running)
         await until(lambda: not kit.edge.batches._runner._running)
         kit.use_keys(*file_keys())
+        done = await ended(client, batch["id"])
+        assert (done["status"], done["request_counts"]["completed"]) == ("cancelled", 1)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_key_that_is_not_read_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    kit = batch_kit(tmp_path, batch_lines=1, max_batches_running=int(has_begun))
+    kit.dispatcher.script = silent
+    engine = make_engine(kit.edge.services.settings.registry_url)
+    with writing(engine, "test") as session:
+        owner = tenants.create_tenant(session, "acme", now_at=1.0).id
+        own_id = api_keys.create_key(session, owner, "key", now_at=1.0)[0].id
+    engine.dispose()
+    mine = replace(file_keys()[0], id=own_id, tenant_id=owner)
+    kit.use_keys(mine)
+    runner = kit.edge.batches._runner
+    async with client_of(kit) as client:
+        batch = await begun(client, [line("a"), line("b")])
+        first = await kit.begun() if has_begun else None
+        kit.use_keys()
+        speak_back(kit)
+        if first is not None:
+            kit.speak("The game")(first)
+        runner._max_running, unread = 1, asyncio.Event()
+        monkeypatch.setattr(batch_run.log, "warning", lambda *_: unread.set())
+        async with asyncio.timeout(5):
+            await unread.wait()
+        kit.use_keys(mine)
+        done = await ended(client, batch["id"])
+        assert (done["status"], done["request_counts"]["completed"]) == ("completed", 2)
+
+
+async def test_zero_retention_cancels_a_batch(tmp_path: Path) -> None:
+    kit = batch_kit(tmp_path, batch_lines=1)
+    kit.dispatcher.script = silent
+    async with client_of(kit) as client:
+        batch = await begun(client, [line(f"id-{n}") for n in range(3)])
+        running = await kit.begun()
+        mine, *others = file_keys()
+        kit.use_keys(replace(mine, response_retention_days=0), *others)
+        kit.speak("The game")(running)
+        await until(lambda: not kit.edge.batches._runner._running)
+        kit.use_keys(mine, *others)
         done = await ended(client, batch["id"])
         assert (done["status"], done["request_counts"]["completed"]) == ("cancelled", 1)
 

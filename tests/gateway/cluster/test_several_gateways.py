@@ -428,6 +428,21 @@ async def test_a_request_that_no_message_can_hold_ends_alone() -> None:
     assert several.dispatcher.snapshot().num_running == 0
 
 
+async def test_an_id_that_lives_at_another_gateway_is_denied() -> None:
+    """As a batch's line that is taken over from a process that is not dead."""
+    several = Several()
+    one, two = several.gateways
+    first, second = several.ask(one, "r"), several.ask(two, "r")
+    assert several.worker.submitted == [("r", 1)]
+    with pytest.raises(ApiError) as denied:
+        await rest(second)
+    assert denied.value.kind == UNAVAILABLE
+    several.worker.tokens("r")
+    several.worker.finish("r")
+    several.deliver()
+    assert tokens_of(await rest(first)) == [7, 8]
+
+
 async def test_a_ticket_that_is_nobodys_is_found() -> None:
     several = Several()
     several.ask(several.gateways[0], "r")

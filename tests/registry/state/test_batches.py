@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
+from registry.accounts import tenants
 from registry.errors import NotFound
-from registry.session import appending, reading
+from registry.session import appending, reading, writing
 from registry.state import batches
 from registry.state.batches import BatchRecord, SegmentRecord
 from registry.state.files import FileViewer
@@ -169,6 +170,22 @@ def test_files_are_held_until_their_batch_has_ended(engine: Engine) -> None:
             assert not batches.is_input(session, "ten_2", "file-1")
             assert batches.input_files(session) == ({"file-1"} if is_held else set())
             batches.change(session, "batch_1", "t", batches.ACTIVE, state="failed")
+
+
+def test_zero_retention_forgets_what_has_ended(engine: Engine) -> None:
+    with writing(engine, "test") as session:
+        tenant_id = tenants.create_tenant(session, "acme", now_at=1.0).id
+    mine = [replace(NEW, id=f"batch_{n}", tenant_id=tenant_id) for n in range(2)]
+    other = replace(NEW, id="batch_9", state="failed")
+    add(engine, replace(mine[0], state="completed"), mine[1], other)
+    with appending(engine, "test") as session:
+        assert batches.remove_before(session, 0.0) == 0
+    with writing(engine, "test") as session:
+        tenants.update_tenant(session, "acme", response_retention_days=0, now_at=2.0)
+    with appending(engine, "test") as session:
+        assert batches.remove_before(session, 0.0) == 1
+        left = batches.listed(session, replace(VIEWER, tenant_id=tenant_id), limit=9, after="")
+        assert [each.id for each in left] == ["batch_1"], "it has not ended"
 
 
 def test_a_segment_and_its_bits_come_together(engine: Engine) -> None:
