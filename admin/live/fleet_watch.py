@@ -106,8 +106,10 @@ _answers = msgspec.json.Decoder(_Answer)
 
 def ask_fleet(data_path: Path) -> FleetReport | None:
     """As of now; None: the server has nothing to tell. Raises RegistryError where none runs there,
-    OSError, msgspec.DecodeError."""
+    or with the reason that it gives, OSError, msgspec.DecodeError."""
     answer = _answers.decode(ask_raw(data_path, TIMEOUT_S, ask="fleet"))
+    if answer.error:
+        raise RegistryError(answer.error)
     return None if answer.fleet is None else decode(answer.fleet)
 
 

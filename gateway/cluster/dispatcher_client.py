@@ -12,6 +12,8 @@ next Hello says it. Knows no requests (dispatcher_proxy.py) and no limits (remot
 
 import asyncio
 import logging
+import math
+import ssl
 from collections.abc import Callable
 
 from gateway.cluster.dispatcher_places import DispatcherPlaces
@@ -25,13 +27,17 @@ from gateway.cluster.dispatcher_protocol import (
     Welcome,
     to_gateway,
 )
-from gateway.ipc import ipc
+from gateway.ipc import ipc, remote
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.05
 EARLIER_RETRY_S = 0.25
 """After one that is not the one to speak to: it has to end first."""
+TELL_S = 60.0
+"""How often trouble with certificates is logged."""
+MANY_ENDED = 5
+"""So often in a row a server that is being stopped does not end connections."""
 WELCOME_S = 2.0
 """Where another server may have the dispatcher, one that does not answer a Hello is left."""
 REMOTE_SILENCE_S = 3.0
@@ -114,6 +120,8 @@ class SocketLink(DispatcherLink):
         self._silence_s = silence_s
         self._lost = asyncio.Event()
         self._at: str | None = None
+        self._told_s: dict[str, float] = {}
+        self._num_ended = 0
         self._next = 0
 
     def moved(self, address: str, epoch: int) -> None:
@@ -144,6 +152,9 @@ class SocketLink(DispatcherLink):
         self.hear(channel)
         try:
             await self._places.connect(address, channel)
+        except ssl.SSLError as error:
+            self._tell_tls(address, str(error))
+            return
         except OSError:
             return
         if channel.closed:
@@ -167,6 +178,20 @@ class SocketLink(DispatcherLink):
                 if channel.silent_s > silence_s:
                     channel.lose(f"silent for {silence_s:.0f} s")
 
+    def _tell_tls(self, address: str, text: str) -> None:
+        """At first, and again while it lasts: an operator has to do something."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._told_s.get(address, -math.inf) >= TELL_S:
+            self._told_s[address] = now_s
+            logger.error("no TLS with the server at %s (%s): %s", address, text, remote.ADVICE)
+
     def _down(self, channel: ipc.MessageChannel[ToGateway, ToDispatcher], reason: str) -> None:
         self._lost.set()
+        if self.is_up:
+            self._num_ended = 0
+        elif self._at is not None and not self._places.is_own(self._at):
+            # A server that refuses a certificate ends the connection after the handshake (TLS 1.3).
+            self._num_ended += reason == "it ended" or "Err" in reason or "SSL" in reason
+            if self._num_ended >= MANY_ENDED:
+                self._tell_tls(self._at, f"it ends connections before it answers: {reason}")
         super()._down(channel, reason)

@@ -66,6 +66,8 @@ from gateway.limits.store import LimitStore
 logger = logging.getLogger(__name__)
 
 ORPHAN_HOLD_S = 30.0
+ADOPTED_KEEP_S = 600.0
+"""A gateway that was lost, and whose books another one has closed, may come back so much later."""
 MAX_QUESTIONS = 8
 """Of operators on other servers, at a time."""
 MEET_S = 10.0
@@ -121,6 +123,8 @@ class DispatcherServer:
         """Tickets that ever had to be held."""
         self._orphans: dict[str, _Orphan] = {}
         self._orphans_wait_s = orphans_wait_s
+        self._adopted: dict[str, tuple[str, float]] = {}
+        """Reservations of lost gateways: whose they are now, and since when."""
         self._num_expected = num_expected
         self._gathers = num_expected > 0
         self._gather_until_s = math.inf
@@ -190,6 +194,9 @@ class DispatcherServer:
                 peer.channel.send(state)
         for name in [name for name, orphan in self._orphans.items() if orphan.until_s <= now_s]:
             self.claim(name)
+        kept_s = now_s - ADOPTED_KEEP_S
+        for name in [name for name, (_, since_s) in self._adopted.items() if since_s < kept_s]:
+            del self._adopted[name]
         if self._gathers:
             self._gather_until_s = min(self._gather_until_s, now_s + GATHER_S)
             self._gather(now_s)
@@ -290,11 +297,22 @@ class DispatcherServer:
         self.dispatcher.leave(peer, request_id, is_lost=is_lost)
 
     def carry(self, peer: "ConnectedGateway", reservations: list[Reservation]) -> None:
-        """What the gateway process holds, and perhaps the one before it held."""
-        for reservation in reservations:
+        """What the gateway process holds, and perhaps the one before it held. What another one has
+        taken over while this one was lost, it counts there."""
+        now_s = self.clock()
+        own = [one for one in reservations if not self.is_anothers(peer, one.id)]
+        for reservation in own:
+            orphan = self._orphans.get(reservation.id)
+            if orphan is not None and orphan.gateway_id != peer.gateway_id:
+                self._adopted[reservation.id] = peer.gateway_id, now_s
             self.claim(reservation.id)
             peer.open[reservation.id] = reservation
-        run_now(self.store.carry(reservations, self.clock()))
+        run_now(self.store.carry(own, now_s))
+
+    def is_anothers(self, peer: "ConnectedGateway", reservation_id: str) -> bool:
+        """Whether another gateway has adopted it and counts it."""
+        adopter = self._adopted.get(reservation_id)
+        return adopter is not None and adopter[0] != peer.gateway_id
 
     def claim(self, reservation_id: str) -> None:
         """Whoever has it says from here on what it holds."""
@@ -453,7 +471,7 @@ class ConnectedGateway:
             self._server.forget_early(self, message.reservation.id)
             if message.used is None:
                 await store.release(message.reservation)
-            elif message.spent is None:
+            elif message.spent is None or self._server.is_anothers(self, message.reservation.id):
                 await store.settle(message.reservation, message.used)
             else:
                 await store.settle(message.reservation, replace(message.used, cost_nanos=0))

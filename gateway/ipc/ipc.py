@@ -202,13 +202,17 @@ class Accepted:
     def __init__(self, new_channel: Callable[[], Channel[Any, Any]]) -> None:
         self._new_channel = new_channel
         self._channels: set[Channel[Any, Any]] = set()
+        self.num_begun = self.num_made = 0
+        """Connections that were accepted, and those whose handshake, if any, succeeded."""
 
     def __call__(self) -> Channel[Any, Any]:
         """For a connection that is being made."""
+        self.num_begun += 1
         channel = self._new_channel()
         on_made = channel.on_made
 
         def made() -> None:
+            self.num_made += 1
             self._channels.add(channel)
             on_made()
 

@@ -9,6 +9,7 @@ of the process, so the port belongs on a private network.
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +19,14 @@ from typing import Any, NamedTuple
 from gateway.ipc.ipc import Accepted, Channel
 from registry.errors import RegistryError
 
+logger = logging.getLogger(__name__)
+
+TELL_S = 60.0
+"""How often it is logged that connections were refused."""
+ADVICE = (
+    "servers need certificates of one authority that have not run out; compare ca.pem of both, and "
+    "their clocks (docs/processes.md)"
+)
 HANDSHAKE_S = 5.0
 """For whoever connects to show its certificate; asyncio closes the connection then."""
 
@@ -79,5 +88,21 @@ async def listening(
     server = await asyncio.get_running_loop().create_server(
         accept, host, port, ssl=tls.server, ssl_handshake_timeout=HANDSHAKE_S
     )
-    async with accept.until_closed(server):
-        yield
+    telling = asyncio.create_task(_tell_refused(f"{host}:{port}", accept))
+    try:
+        async with accept.until_closed(server):
+            yield
+    finally:
+        telling.cancel()
+
+
+async def _tell_refused(address: str, accept: Accepted) -> None:
+    """asyncio says nothing of a handshake that fails."""
+    num_told = 0
+    while True:
+        await asyncio.sleep(TELL_S)
+        num_refused = accept.num_begun - accept.num_made
+        if num_refused > num_told:
+            about = num_refused - num_told, address, ADVICE
+            logger.warning("refused connections=%d without TLS at %s: %s", *about)
+        num_told = num_refused

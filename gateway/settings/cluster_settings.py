@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -84,12 +85,18 @@ class ClusterSettings:
         """Raises ValueError where other servers could not reach what they have to share."""
         addresses = [a for a in (self.dispatcher_address, *self.dispatcher_peers) if a]
         for address in addresses:
+            _check_host(address)
             if not 0 < int(address.rpartition(":")[2]) <= MAX_PORT:
                 raise ValueError(f"the port of {address} must be between 1 and {MAX_PORT}")
         if not self.is_clustered:
             if self.dispatcher_peers:
                 raise ValueError("dispatcher_peers needs dispatcher_address: set both")
             return
+        if self.dispatcher_address in self.dispatcher_peers:
+            raise ValueError(
+                f"dispatcher_peers holds {self.dispatcher_address}, this server's own "
+                "dispatcher_address: list only the other servers"
+            )
         if not registry_url.startswith(("postgres:", "postgresql:", "postgresql+psycopg:")):
             raise ValueError(
                 "dispatcher_address needs a PostgreSQL database that all servers share: set "
@@ -101,6 +108,21 @@ class ClusterSettings:
                 "as [[workers]] with endpoint, public_key and name, the same in every "
                 "polyhost.toml; workers of this machine run by `polyhost workers serve`"
             )
+
+
+def _check_host(address: str) -> None:
+    """Raises ValueError where another server could not connect to it."""
+    host = split_address(address)[0]
+    if ":" in host and not address.startswith("["):
+        raise ValueError(f"{address}: put the IPv6 address in brackets, as [fd00::1]:7500")
+    try:
+        is_any = ip_address(host).is_unspecified
+    except ValueError:  # a name
+        is_any = False
+    if is_any:
+        raise ValueError(
+            f"{address} is every address of a machine: name the one at which other servers reach it"
+        )
 
 
 def split_address(address: str) -> tuple[str, int]:

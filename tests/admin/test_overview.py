@@ -1,5 +1,6 @@
 """The first page: its figures, the arena's rows and bands, who may see it, what it costs."""
 
+import asyncio
 import concurrent.futures
 import gzip
 import math
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from admin.context.operator_context import acting_as
-from admin.live.fleet_watch import FleetWatch, LiveState, Shared
+from admin.live.fleet_watch import FleetWatch, LiveState, Shared, ask_fleet
 from admin.live.rates import Answered, Rising, answer_counts, answered
 from admin.live.residency import place
 from admin.operations import server as traffic
@@ -34,9 +35,10 @@ from admin.rendering.arena import band as draw_band
 from admin.rendering.model_colours import ModelColours
 from gateway.dispatch.decisions import Move
 from gateway.dispatch.operator_handler import FleetReport
+from gateway.ipc.control_socket import listening, operator_socket
 from gateway.protocols import LedgerSnapshot
 from registry.accounts import tenants, users
-from registry.errors import Forbidden
+from registry.errors import Forbidden, RegistryError
 from registry.money import ledger, recent
 from registry.money.ledger import Posting
 from tests.admin.fleet_handler import (
@@ -342,6 +344,19 @@ def test_what_was_before_a_failure_is_not_shown_as_of_now() -> None:
 
 def test_nobody_there_is_no_error(tmp_path: Path) -> None:
     assert FleetWatch(tmp_path).look() is None
+
+
+class Elsewhere:
+    """A server whose dispatcher is not the active one."""
+
+    def answer(self, line: bytes) -> dict[str, str]:
+        return {"error": "the dispatcher is at b:1"}
+
+
+async def test_what_the_server_says_instead_of_its_fleet_is_told(tmp_path: Path) -> None:
+    async with listening(operator_socket(tmp_path), Elsewhere()):
+        with pytest.raises(RegistryError, match="the dispatcher is at b:1"):
+            await asyncio.to_thread(ask_fleet, tmp_path)
 
 
 # The verb.

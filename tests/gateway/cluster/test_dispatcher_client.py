@@ -1,6 +1,7 @@
 """A gateway process' way to the dispatcher: Hello at each connect, epochs that only rise."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -152,6 +153,24 @@ async def test_it_goes_where_the_election_says_and_looks_elsewhere_by_itself(
         later = Played(6)
         async with remote.listening(("127.0.0.1", port), tls["b"], later.new_channel):
             await until(lambda: "up 6 True" in log)
+
+
+@pytest.mark.parametrize("whose", ["server", "gateway"])
+async def test_certificates_that_do_not_match_are_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, whose: str
+) -> None:
+    ours, others = authority(tmp_path / "ca", "a", "b"), authority(tmp_path / "other", "x")
+    address, path = ("127.0.0.1", free_port()), tmp_path / "s"
+    listens, connects = (others["x"], ours["a"]) if whose == "server" else (ours["a"], others["x"])
+    if whose == "gateway":  # which takes any server's, and shows one of another authority
+        connects.client.verify_mode = ssl.CERT_NONE
+    places = DispatcherPlaces(path, "10.0.0.1:7500", [f"127.0.0.1:{address[1]}"], connects)
+    played = Played(5)
+    async with linked(path, places=places), remote.listening(address, listens, played.new_channel):
+        await until(lambda: "no TLS with the server at 127.0.0.1" in caplog.text)
+        await asyncio.sleep(6 * dispatcher_client.RETRY_S)
+    assert caplog.text.count("no TLS with the server") == 1
+    assert not played.heard
 
 
 async def test_one_that_does_not_answer_a_hello_is_left_for_another_server(

@@ -167,6 +167,22 @@ async def test_what_a_missing_gateway_has_open_is_held_by_a_new_dispatcher(lives
     assert await used(several, MONEY) == (50 if lives else 0)
 
 
+async def test_what_was_adopted_is_not_counted_again_when_its_gateway_wakes() -> None:
+    several = Several()
+    one, two = several.gateways
+    assert await reserved(several, 0, "r1", MONEY)
+    (held,) = one.store.open_reservations()
+    one.link.cut()
+    await answered(several, two.store.carry([held], several.clock.now_s))
+    await answered(several, two.store.settle(held, UsedAmounts(1, 1, 25)))
+    assert await used(several, MONEY) == 25
+    one.link.connect(several.server)
+    several.deliver()
+    assert await used(several, MONEY) == 25
+    await answered(several, one.store.settle(held, UsedAmounts(1, 1, 30)))
+    assert await used(several, MONEY) == 25
+
+
 async def test_a_connection_that_was_cut_leaves_reservations_as_they_were() -> None:
     several = Several()
     assert await reserved(several, 0, "r1", PLACES, MONEY)

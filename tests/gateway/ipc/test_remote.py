@@ -87,6 +87,18 @@ async def test_who_has_no_certificate_of_the_authority_is_not_heard(
         assert there.heard == here.heard == []
 
 
+async def test_connections_without_a_certificate_are_counted_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote, "TELL_S", 0.05)
+    tls, address = authority(tmp_path / "ca", "a", "b"), ("127.0.0.1", free_port())
+    async with remote.listening(address, tls["a"], Listener().new_channel):
+        await remote.connect(address, tls["b"], Listener().new_channel(), 5.0)
+        with socket.create_connection(address) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            await until(lambda: "refused connections=1 without TLS" in caplog.text)
+
+
 async def test_nobody_there_and_no_files_are_said(tmp_path: Path) -> None:
     tls = authority(tmp_path / "ca", "a")["a"]
     with pytest.raises(OSError, match=r"."):

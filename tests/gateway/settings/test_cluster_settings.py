@@ -52,6 +52,10 @@ def test_two_servers_as_the_documentation_has_them(tmp_path: Path) -> None:
         (HEAD.replace('dispatcher_address = "10.0.0.1:7500"', "") + WORKER, "set both"),
         (HEAD.replace("0.1:7500", "0.1:75000") + WORKER, "between 1 and 65535"),
         (HEAD.replace("0.2:7500", "0.2:0") + WORKER, "between 1 and 65535"),
+        (HEAD.replace("10.0.0.1:7500", "0.0.0.0:7500") + WORKER, "every address"),
+        (HEAD.replace("10.0.0.1:7500", "[::]:7500") + WORKER, "every address"),
+        (HEAD.replace("10.0.0.1:7500", "fd00::1:7500") + WORKER, "in brackets"),
+        (HEAD.replace("10.0.0.2:7500", "10.0.0.1:7500") + WORKER, "only the other servers"),
         (HEAD.replace("10.0.0.1:7500", "10.0.0.1") + WORKER, "dispatcher_address"),
     ],
 )
