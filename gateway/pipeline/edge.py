@@ -123,16 +123,7 @@ def build_edge(
     preparer = Preparer(services.directory, codecs, bounds, has_embedder, judges)
     encode_preparer = EncodePreparer(services.directory, codecs, settings.max_encode_tokens)
     services.dispatcher.add_swap_listener(metrics.on_swap)
-    services.metrics_registry.register(
-        StateCollector(
-            services.dispatcher,
-            services.ledger,
-            num_open_holds=lambda: store.num_open,
-            cache_size=lambda: cache.size,
-            limits_degraded=lambda: store.is_degraded,
-            models=services.directory.model_names,
-        )
-    )
+    services.metrics_registry.register(_state_collector(services, cache))
     seals = Seals(partial(read_keys, settings))
     stages = preparer, encode_preparer, limiter, cache
     pipeline = Pipeline(services, *stages, metrics, cache_metrics, clocks, seals)
@@ -163,6 +154,18 @@ def build_edge(
         MetricsText(settings.metrics_silent_s),
         files,
         build_batches(settings, files, services.directory, pipeline.handle, *times),
+    )
+
+
+def _state_collector(services: Services, cache: AnswerCache) -> StateCollector:
+    store = services.limit_store
+    return StateCollector(
+        services.dispatcher,
+        services.ledger,
+        num_open_holds=lambda: store.num_open,
+        cache_size=lambda: cache.size,
+        limits_degraded=lambda: store.is_degraded,
+        models=services.directory.model_names,
     )
 
 
