@@ -453,7 +453,8 @@ class Ledger:
     async def _recover(self, records: Sequence[OpenRecord]) -> None:
         await asyncio.sleep(self._settings.ledger_recovery_wait_s)
         for record in records:
-            del self._left[record.request_id]
+            if self._left.pop(record.request_id, None) is None:
+                continue  # adopted twice, and closed already
             parts = self._parts.pop(record.request_id, {})
             self._close(record, together([finish for _, finish in parts.values()]))
 

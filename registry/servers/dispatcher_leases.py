@@ -50,7 +50,7 @@ class LeaseRow(NamedTuple):
 
 def read(engine: Engine) -> LeaseRow | None:
     """The row; None where no dispatcher ever took it."""
-    found = _all(
+    found = rows_of(
         engine,
         "SELECT holder, address, epoch, until_at FROM dispatcher_leases WHERE name = :name",
     )
@@ -76,10 +76,10 @@ def take(
         names = "(name, holder, address, epoch, until_at, leads)"
         made = f"VALUES (:name, :holder, :address, {rises}), {NOW} + :ttl, '{{}}')"
         end = "ON CONFLICT (name) DO NOTHING RETURNING epoch"
-        found = _all(engine, f"INSERT INTO dispatcher_leases {names} {made} {end}", **values)
+        found = rows_of(engine, f"INSERT INTO dispatcher_leases {names} {made} {end}", **values)
     else:
         ran_out = f"until_at <= {NOW} OR until_at > {NOW} + 2 * :ttl"
-        found = _all(
+        found = rows_of(
             engine,
             "UPDATE dispatcher_leases SET holder = :holder, address = :address, "
             f"epoch = {rises}, epoch + 1), until_at = {NOW} + :ttl "
@@ -96,18 +96,18 @@ def take(
 def renew(engine: Engine, holder: str, epoch: int, ttl_s: float) -> bool:
     """False: it is another's."""
     statement = f"UPDATE dispatcher_leases SET until_at = {NOW} + :ttl WHERE {_OURS} RETURNING 1"
-    return bool(_all(engine, statement, holder=holder, epoch=epoch, ttl=ttl_s))
+    return bool(rows_of(engine, statement, holder=holder, epoch=epoch, ttl=ttl_s))
 
 
 def give_up(engine: Engine, holder: str, epoch: int) -> None:
     """Whoever wants it may take it now. It changes nothing where it is another's."""
     statement = f"UPDATE dispatcher_leases SET until_at = 0 WHERE {_OURS} RETURNING 1"
-    _all(engine, statement, holder=holder, epoch=epoch)
+    rows_of(engine, statement, holder=holder, epoch=epoch)
 
 
 def read_leads(engine: Engine) -> dict[str, float]:
     """By tenant, in seconds; none where nobody wrote any."""
-    found = _all(engine, "SELECT leads FROM dispatcher_leases WHERE name = :name")
+    found = rows_of(engine, "SELECT leads FROM dispatcher_leases WHERE name = :name")
     return dict(json.loads(found[0][0])) if found else {}
 
 
@@ -117,11 +117,12 @@ def write_leads(engine: Engine, epoch: int, leads: dict[str, float]) -> bool:
         "UPDATE dispatcher_leases SET leads = :leads "
         "WHERE name = :name AND epoch = :epoch RETURNING 1"
     )
-    return bool(_all(engine, statement, epoch=epoch, leads=json.dumps(leads)))
+    return bool(rows_of(engine, statement, epoch=epoch, leads=json.dumps(leads)))
 
 
-def _all(engine: Engine, statement: str, **values: object) -> list[tuple[Any, ...]]:
-    """The rows of one statement, which is its own transaction. Raises SQLAlchemyError."""
+def rows_of(engine: Engine, statement: str, **values: object) -> list[tuple[Any, ...]]:
+    """The rows of one statement, which is its own transaction; `:name` in it is NAME. Raises
+    SQLAlchemyError."""
     bind = engine.execution_options(isolation_level="AUTOCOMMIT")
     with bind.connect() as connection:
         return [tuple(row) for row in connection.execute(text(statement), {"name": NAME, **values})]

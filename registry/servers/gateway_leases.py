@@ -8,11 +8,11 @@ How long a row must have stayed the same before its gateway counts as lost is th
 one that comes back makes it anew.
 """
 
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine
 from sqlalchemy.orm import Mapped, mapped_column
 
 from registry.base import Base, Id, Instant
-from registry.servers.dispatcher_leases import NOW
+from registry.servers.dispatcher_leases import NOW, rows_of
 
 
 class GatewayLeaseRow(Base):
@@ -29,27 +29,19 @@ def renew(engine: Engine, gateway_id: str) -> dict[str, float]:
     made = f"INSERT INTO gateway_leases (gateway_id, renewed_at) VALUES (:gateway_id, {NOW})"
     again = f"ON CONFLICT (gateway_id) DO UPDATE SET renewed_at = {NOW}"
     statement = f"WITH mine AS ({made} {again}) SELECT gateway_id, renewed_at FROM gateway_leases"
-    bind = engine.execution_options(isolation_level="AUTOCOMMIT")
-    with bind.connect() as connection:
-        rows = connection.execute(text(statement), {"gateway_id": gateway_id})
-        return {row[0]: float(row[1]) for row in rows}
+    return {row[0]: float(row[1]) for row in rows_of(engine, statement, gateway_id=gateway_id)}
 
 
 def num_live(engine: Engine, within_s: float) -> int:
     """How many have renewed their row in the last `within_s` seconds."""
     statement = f"SELECT count(*) FROM gateway_leases WHERE renewed_at > {NOW} - :within"
-    bind = engine.execution_options(isolation_level="AUTOCOMMIT")
-    with bind.connect() as connection:
-        return int(connection.execute(text(statement), {"within": within_s}).scalar_one())
+    return int(rows_of(engine, statement, within=within_s)[0][0])
 
 
 def forget(engine: Engine, gateway_id: str, renewed_at: float | None = None) -> None:
     """It is gone for good, or stopped; nothing happens where it has renewed since `renewed_at`."""
     statement = (
         "DELETE FROM gateway_leases WHERE gateway_id = :gateway_id "
-        "AND (CAST(:renewed_at AS float8) IS NULL OR renewed_at = :renewed_at)"
+        "AND (CAST(:renewed_at AS float8) IS NULL OR renewed_at = :renewed_at) RETURNING 1"
     )
-    bind = engine.execution_options(isolation_level="AUTOCOMMIT")
-    with bind.connect() as connection:
-        values = {"gateway_id": gateway_id, "renewed_at": renewed_at}
-        connection.execute(text(statement), values)
+    rows_of(engine, statement, gateway_id=gateway_id, renewed_at=renewed_at)

@@ -6,11 +6,11 @@ Pure: what was read and when comes in, what may be done goes out. Times are this
 seconds; no clock of another machine is compared with them. The database's only has to say that the
 row changed (registry/servers/dispatcher_leases.py).
 
-Why never two at a time, while both get answers from the database: the holder counts TTL_S from before it asked
-for its last renewal, and a candidate from after it saw that renewal, for the first time, in the
-row. So the holder's time is up first. A candidate that was stopped, or was without the database
-meanwhile, has not seen the row unrenewed for all of that time, and begins to count anew: a database
-that comes back after a pause leaves the holder where it is.
+Why never two at a time, while both get answers from the database: the holder counts TTL_S from
+before it asked for its last renewal, and a candidate from after it saw that renewal, for the first
+time, in the row. So the holder's time is up first. A candidate that was stopped, or was without the
+database meanwhile, has not seen the row unrenewed for all of that time, and begins to count anew: a
+database that comes back after a pause leaves the holder where it is.
 
 Without the database the holder goes on, for nobody can take the row then. If only the holder is cut
 off from it, another one takes the next epoch, and every worker and gateway that this one reaches
@@ -18,9 +18,9 @@ leaves the old one: who obeys whom is decided there, by the epoch. What a holder
 grant when it does not know how it stands: after it was stopped, until the database has answered it
 or has been asked in vain.
 
-What is left: a holder whose one call hangs for AWAY_S counts the database as away and goes on, though
-another server may reach it and take the row. Until the call ends, for the AWAY_S of the database's
-own time-out, both may grant; workers and gateways that have seen the later epoch refuse the earlier.
+What is left: a holder whose one call hangs for AWAY_S counts the database as away and goes on,
+though another server may reach it and take the row. Until that call ends both may grant; workers
+and gateways that have seen the later epoch refuse the earlier one.
 """
 
 TTL_S = 2.0

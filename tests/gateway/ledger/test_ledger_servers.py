@@ -5,7 +5,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from gateway.ledger.ledger import REPORT_S
 from gateway.ledger.ledger_recovery import owner_of
@@ -92,3 +92,28 @@ async def test_a_lost_server_s_books_are_closed_once_even_if_it_comes_back(
         assert after == {**told, "late": ("failed", 0)}
         await ledger.post(posting("mine"))
     assert open_in(engine) == []
+
+
+async def test_a_record_that_is_adopted_twice_is_closed_once(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """Another server had taken it in between."""
+    lost, owner = ledger_on(engine), owner_of(tmp_path, "gateway-0")
+    await lost.start()
+    await lost.open(opened("r"))
+    await lost.open(opened("s"))
+    await lost.written()
+    waits: dict[str, Any] = {"data_dir": str(tmp_path / "other"), "ledger_recovery_wait_s": 0.5}
+    async with started(ledger_on(engine, **waits)) as ledger:
+        assert {one.request_id for one in await ledger.adopt(owner)} == {"r", "s"}
+        with engine.begin() as connection:
+            back = text("UPDATE open_records SET gateway_id = :owner WHERE request_id = 'r'")
+            connection.execute(back, {"owner": owner})
+        await lost.open(opened("t"))
+        await lost.written()
+        assert [one.request_id for one in await ledger.adopt(owner)] == ["r", "t"]
+        await ledger.recovered()
+        await ledger.written()
+        assert ledger.snapshot().num_recovered == 3
+        assert set(postings_in(engine)) == {"r", "s", "t"}
+    await killed(lost)
