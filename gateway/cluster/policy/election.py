@@ -19,8 +19,9 @@ grant when it does not know how it stands: after it was stopped, until the datab
 or has been asked in vain.
 
 What is left: a holder whose one call hangs for AWAY_S counts the database as away and goes on,
-though another server may reach it and take the row. Until that call ends both may grant; workers
-and gateways that have seen the later epoch refuse the earlier one.
+though another server may reach it and take the row. Until that call ends both may grant. So may a
+holder that was stopped, lost the row, and wakes while the database is away for everybody, until it
+is back. Workers and gateways that have seen the later epoch refuse the earlier one.
 """
 
 TTL_S = 2.0
