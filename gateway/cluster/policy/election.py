@@ -8,9 +8,9 @@ row changed (registry/servers/dispatcher_leases.py).
 
 Why never two at a time, while both get answers from the database: the holder counts TTL_S from
 before it asked for its last renewal, and a candidate from after it saw that renewal, for the first
-time, in the row. So the holder's time is up first. A candidate that was stopped, or was without the database
-meanwhile, has not seen the row unrenewed for all of that time, and begins to count anew: a database
-that comes back after a pause leaves the holder where it is.
+time, in the row. So the holder's time is up first. A candidate that was stopped, or was without the
+database meanwhile, has not seen the row unrenewed for all of that time, and begins to count anew: a
+database that comes back after a pause leaves the holder where it is.
 
 Without the database the holder goes on, for nobody can take the row then. If only the holder is cut
 off from it, another one takes the next epoch, and every worker and gateway that this one reaches

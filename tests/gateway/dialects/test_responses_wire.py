@@ -237,6 +237,7 @@ def test_sealed_reasoning_is_opened() -> None:
         "phs1.",
         7,
     ],
+    ids=["other model", "other tenant", "changed", "cut", "no text"],  # sealed with a random nonce
 )
 def test_what_does_not_open_names_the_field(sealed: Any) -> None:
     with pytest.raises(ApiError) as caught:

@@ -103,14 +103,17 @@ async def test_a_record_that_is_adopted_twice_is_closed_once(
     await lost.open(opened("r"))
     await lost.open(opened("s"))
     await lost.written()
-    async with started(ledger_on(engine, data_dir=str(tmp_path / "other"))) as ledger:
+    waits: dict[str, Any] = {"data_dir": str(tmp_path / "other"), "ledger_recovery_wait_s": 0.5}
+    async with started(ledger_on(engine, **waits)) as ledger:
         assert {one.request_id for one in await ledger.adopt(owner)} == {"r", "s"}
         with engine.begin() as connection:
             back = text("UPDATE open_records SET gateway_id = :owner WHERE request_id = 'r'")
             connection.execute(back, {"owner": owner})
-        assert [one.request_id for one in await ledger.adopt(owner)] == ["r"]
+        await lost.open(opened("t"))
+        await lost.written()
+        assert [one.request_id for one in await ledger.adopt(owner)] == ["r", "t"]
         await ledger.recovered()
         await ledger.written()
-        assert ledger.snapshot().num_recovered == 2
-        assert set(postings_in(engine)) == {"r", "s"}
+        assert ledger.snapshot().num_recovered == 3
+        assert set(postings_in(engine)) == {"r", "s", "t"}
     await killed(lost)

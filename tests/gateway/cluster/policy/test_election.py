@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.cluster.policy.election import LOOK_S, RENEW_S, TTL_S, Candidacy, Tenure
@@ -201,6 +201,7 @@ def play(told: Sequence[Event], seed: int) -> tuple[Database, list[Server], list
     return database, servers, grants
 
 
+@example([Event(2.0, "stop", 1, 2.0), Event(4.0, "away", 0, 1.0)], 6)
 @given(st.lists(events, max_size=6), st.integers(0, 2**16))
 def test_there_are_never_two_that_reach_the_database(told: list[Event], seed: int) -> None:
     _, servers, _ = play(told, seed)
