@@ -47,7 +47,8 @@ class Retrieve:
         try:
             events = await edge.responses.follow(principal, _id(request), after, watch.when_gone)
             heartbeat_s = edge.services.settings.stream_heartbeat_s
-            await EventStream(events.run, watch, heartbeat_s, RESPONSES).send(send)
+            stream = EventStream(events.run, watch, heartbeat_s, RESPONSES)
+            await stream.send(send, scope["method"] == "HEAD")
         finally:
             watch.stop()
 

@@ -283,6 +283,26 @@ async def test_what_is_wrong_names_the_parameter(
     assert (status, body["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("has_ended", [True, False])
+async def test_head_has_no_events(kit: Kit, client: Client, has_ended: bool) -> None:
+    """What follows the head would be the next request's answer, behind a proxy another caller's."""
+    kit.dispatcher.script = kit.speak("The game") if has_ended else silent
+    told = await queued(client)
+    await ended(client, told["id"], "completed" if has_ended else "queued")
+    lines = f"Host: x\r\nAuthorization: Bearer {KEY}\r\n"
+    asked = f"HEAD {URL}/{told['id']}?stream=true HTTP/1.1\r\n{lines}\r\n"
+    then = f"GET /version HTTP/1.1\r\n{lines}Connection: close\r\n\r\n"
+    reader, writer = await asyncio.open_connection(*client.base.removeprefix("http://").split(":"))
+    writer.write((asked + then).encode())
+    async with asyncio.timeout(5):
+        head = await reader.readuntil(b"\r\n\r\n")
+        rest = await reader.read()
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 200") and b"text/event-stream" in head
+    assert rest.startswith(b"HTTP/1.1 200") and b'{"version"' in rest
+    await cancel(client, told["id"])
+
+
 async def test_another_tenants_is_a_missing_one(kit: Kit, client: Client) -> None:
     kit.dispatcher.script = kit.speak("The game")
     told = await queued(client)
