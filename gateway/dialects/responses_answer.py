@@ -46,6 +46,7 @@ _ID_PREFIX = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 NUM_BEFORE = 2
 """Events of a background response that are told before anything of it is made."""
+REPLAY_BYTES = 65_536
 _LAST = re.compile(rb"^event: response\.(completed|incomplete|failed)\ndata: ", re.MULTILINE)
 
 
@@ -342,27 +343,32 @@ def queued_events(response: bytes) -> list[bytes]:
     return [_numbered(*event) for event in enumerate(_before(msgspec.json.decode(response)))]
 
 
-def replayed(response: bytes) -> bytes:
-    """A whole stream of a response that has ended: each item at once."""
-    return replayed_from(response, (), 0)
-
-
+_Told: TypeAlias = tuple[str, dict[str, Any]]
 Cut: TypeAlias = int | tuple[int, int]
 """The length of a delta in characters, and with how many log-probabilities it came, if with any."""
 
 
-def replayed_from(response: bytes, cuts: Sequence[Sequence[Cut]], at: int) -> bytes:
-    """The events of a response that has ended, from number `at` on. `cuts`: of each item those of
-    its deltas; without them a text is one. Of one that was cancelled, or failed and was
-    not stored so far, there is the last event at least."""
+def replayed(response: bytes, cuts: Sequence[Sequence[Cut]] = (), at: int = 0) -> Iterator[bytes]:
+    """The events of a response that has ended, from number `at` on, in parts of whole events that
+    end with the one that makes them REPLAY_BYTES. `cuts`: of each item those of its deltas; without
+    them a text is one. Of one that was cancelled, or failed and was not stored so far, there is the
+    last event at least. A long one takes long: for threads."""
     body = msgspec.json.decode(response)
-    events = list(enumerate(_replayed(body, cuts)))
-    if at >= len(events) and body["status"] not in ("completed", "incomplete"):
-        return _numbered(at, events[-1][1])
-    return b"".join(_numbered(*event) for event in events[at:])
-
-
-_Told: TypeAlias = tuple[str, dict[str, Any]]
+    part: list[bytes] = []
+    num_bytes, number = 0, -1
+    event: _Told = ("", {})
+    for number, event in enumerate(_replayed(body, cuts)):
+        if number < at:
+            continue
+        part.append(_numbered(number, event))
+        num_bytes += len(part[-1])
+        if num_bytes >= REPLAY_BYTES:
+            yield b"".join(part)
+            part, num_bytes = [], 0
+    if number < at and body["status"] not in ("completed", "incomplete"):
+        part.append(_numbered(at, event))
+    if part:
+        yield b"".join(part)
 
 
 def _numbered(number: int, event: _Told) -> bytes:

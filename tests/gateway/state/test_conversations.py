@@ -258,6 +258,7 @@ async def test_each_route_counts_as_a_request(kit: Kit, client: Client) -> None:
         ("DELETE", f"{path}/items/x", None),
         ("DELETE", path, None),
         ("GET", f"{URL}/{told['id']}/input_items", None),
+        ("GET", f"{URL}/{told['id']}?stream=true", None),
     ]
     headers = {"authorization": f"Bearer {KEY}"}
     for number, (method, at, body) in enumerate(asked):
