@@ -90,7 +90,7 @@ def opened(item: Item, place: str, model: str, seal: TenantSeal) -> Item:
         if not sealed or not sealed.startswith(SEALED):
             return item
         text = seal.open(sealed, model)
-    except (SealBroken, msgspec.ValidationError) as error:
+    except (SealBroken, msgspec.DecodeError, UnicodeDecodeError) as error:
         param = f"{place}.encrypted_content"
         raise invalid(
             param,

@@ -244,6 +244,13 @@ def test_what_does_not_open_names_the_field(sealed: Any) -> None:
     assert (caught.value.kind.status, caught.value.param) == (400, "input[1].encrypted_content")
 
 
+def test_what_is_no_text_names_the_field() -> None:
+    body = json.dumps({"model": "m", "input": reasoning("here")}).encode()
+    with pytest.raises(ApiError) as caught:
+        decode(body.replace(b"here", b"\xff\xfe"), False, SEAL)
+    assert (caught.value.kind.status, caught.value.param) == (400, "input[1].encrypted_content")
+
+
 def test_what_is_included_is_sealed_and_the_rest_is_told() -> None:
     assert asked().seal is None
     request = asked(include=["reasoning.encrypted_content"])
