@@ -85,11 +85,9 @@ class ResponsesStream:
     def piece(self, piece: Piece) -> bytes:
         """See StreamEncoder."""
         out = self._begin()
-        events = joined(piece.events)
         if self._scores is not None:
-            texts = [e for e in events if isinstance(e, ContentDelta | ReasoningDelta)]
-            self._scores.take(piece, len(texts))
-        for event in events:
+            self._scores.take(piece.scored)
+        for event in joined(piece.events):
             self._event(event, out)
         return b"".join(out)
 
@@ -118,14 +116,12 @@ class ResponsesStream:
         return [self._response(name, "in_progress", None) for name in names]
 
     def _event(self, event: Event, out: list[bytes]) -> None:
+        entries = [] if self._scores is None else self._scores.of(event)
         match event:
             case ContentDelta():
                 self._open("message", out)
-                entries = [] if self._scores is None else self._scores.of(event.text)
                 self._delta("response.output_text.delta", event.text, out, entries)
             case ReasoningDelta():
-                if self._scores is not None:
-                    self._scores.of(event.text)
                 self._open("reasoning", out)
                 self._delta("response.reasoning_text.delta", event.text, out)
             case ToolCallStart():
