@@ -244,6 +244,14 @@ def test_what_does_not_open_names_the_field(sealed: Any) -> None:
     assert (caught.value.kind.status, caught.value.param) == (400, "input[1].encrypted_content")
 
 
+def test_only_reasoning_is_opened() -> None:
+    """Or its own content would be lost, and sealed text become a user's or the system's."""
+    sealed = SEAL.seal("hm", "m")
+    request = asked([{"role": "system", "content": "a", "encrypted_content": sealed}])
+    assert request.messages == ({"role": "system", "content": "a"},)
+    assert request.ignored == ("input[].encrypted_content",)
+
+
 def test_what_is_no_text_names_the_field() -> None:
     body = json.dumps({"model": "m", "input": reasoning("here")}).encode()
     with pytest.raises(ApiError) as caught:
