@@ -339,6 +339,12 @@ def queued_events(response: bytes) -> list[bytes]:
     return [_numbered(*event) for event in enumerate(_before(msgspec.json.decode(response)))]
 
 
+def error_event(number: int, error: ApiError) -> bytes:
+    """What a stream ends with whose response cannot be read, whatever becomes of the response."""
+    body = {"code": error.kind.code, "message": error.message, "param": None}
+    return _numbered(number, ("error", body))
+
+
 _Told: TypeAlias = tuple[str, dict[str, Any]]
 Cut: TypeAlias = int | tuple[int, int]
 """The length of a delta in characters, and with how many log-probabilities it came, if with any."""

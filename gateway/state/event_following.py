@@ -9,7 +9,8 @@ the one before.
 
 Another process is told nothing of the events in between, so it looks every POLL_S whether the
 response has ended. What was cancelled, or failed with its process, ends with `response.failed`,
-whose number follows what the caller has.
+whose number follows what the caller has; one that cannot be read, as its object is damaged, with
+`error`. What passes (too many readers, no database) only makes the stream wait.
 """
 
 import asyncio
@@ -17,8 +18,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from gateway.dialects.responses_answer import NUM_BEFORE, Cut, queued_events, replayed
-from gateway.errors import UNAVAILABLE, ApiError
+from gateway.dialects.responses_answer import NUM_BEFORE, Cut, error_event, queued_events, replayed
+from gateway.errors import NOT_FOUND, QUEUE_FULL, UNAVAILABLE, ApiError
 from gateway.state.event_log import EventLog
 from gateway.types import Sink
 
@@ -82,7 +83,10 @@ class Following:
             try:
                 found = await self._look()
             except ApiError as error:
-                if error.kind != UNAVAILABLE:
+                if error.kind == NOT_FOUND:
+                    return
+                if error.kind not in (QUEUE_FULL, UNAVAILABLE):
+                    sink.write(error_event(self._next, error))
                     return
             else:
                 if not found.is_active:

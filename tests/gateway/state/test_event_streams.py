@@ -14,8 +14,9 @@ import pytest
 from gateway.auth.auth import authenticate
 from gateway.dialects import responses_answer
 from gateway.dialects.responses_answer import replayed
-from gateway.errors import WorkerLost
+from gateway.errors import QUEUE_FULL, SERVER_ERROR, UNAVAILABLE, ApiError, WorkerLost
 from gateway.state import background, event_following, event_log
+from gateway.state.event_following import Following, SoFar
 from gateway.state.event_log import EventLog
 from tests.gateway.dialects.test_messages import CALL, HERMES
 from tests.gateway.dialects.test_responses import ASK, TOOL, URL, ask, check_told_to_the_end
@@ -208,6 +209,20 @@ async def test_one_that_is_deleted_ends_its_streams(kit: Kit, client: Client) ->
         assert await reader.next() is not None
         await delete(client, told["id"])
         assert len(await reader.rest()) == 1, "the other event of before"
+
+
+async def test_what_passes_ends_no_stream_and_damage_says_so() -> None:
+    kinds = [QUEUE_FULL, UNAVAILABLE, SERVER_ERROR]
+
+    async def look() -> SoFar:
+        raise ApiError(kinds.pop(0), "damaged")
+
+    sink = SlowSink()
+    await Following(None, look, asyncio.to_thread, 2).run(sink)
+    assert not kinds
+    [event] = [json.loads(part.partition(b"data: ")[2]) for part in sink.parts]
+    told = {"code": "server_error", "message": "damaged", "param": None}
+    assert event == {"type": "error", "sequence_number": 3, **told}
 
 
 async def test_who_is_too_far_behind_goes_on_from_what_is_stored(
