@@ -19,7 +19,7 @@ from registry.errors import RegistryError
 
 KEY_BYTES = 32
 _ID_HEX = 12
-_Id = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{_ID_HEX}}}$")]
+_Id = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{_ID_HEX}}}\\Z")]
 
 
 class SealKeyError(RegistryError):
@@ -47,7 +47,7 @@ def read_keys(settings: Settings) -> list[MasterKey]:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             drawn = MasterKey(secrets.token_hex(_ID_HEX // 2), secrets.token_bytes(KEY_BYTES))
             write_once(path, msgspec.json.encode(_File([drawn])))
-        return msgspec.json.decode(path.read_bytes(), type=_File).keys
+        keys = msgspec.json.decode(path.read_bytes(), type=_File).keys
     except OSError as error:
         raise SealKeyError(f"{path} cannot be read or made: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -55,3 +55,6 @@ def read_keys(settings: Settings) -> list[MasterKey]:
             f"{path} has no master keys ({error}): put it back from a backup, or delete it; then "
             "sealed reasoning that callers have cannot be opened any more"
         ) from error
+    if len({key.id for key in keys}) < len(keys):
+        raise SealKeyError(f"{path} has two keys with one id: give each key an id of its own")
+    return keys

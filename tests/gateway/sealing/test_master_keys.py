@@ -46,6 +46,7 @@ def test_another_file_is_shared_by_servers(tmp_path: Path) -> None:
         '{"keys": []}',
         '{"keys": [{"id": "0123456789ab", "key": "AAAA"}]}',
         '{"keys": [{"id": "x.y", "key": "' + "A" * 43 + '="}]}',
+        '{"keys": [{"id": "0123456789ab\\n", "key": "' + "A" * 43 + '="}]}',
         "\udcff",
     ],
 )
@@ -53,4 +54,12 @@ def test_a_damaged_file_says_so(tmp_path: Path, text: str) -> None:
     path = tmp_path / "seal-keys.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(SealKeyError, match="put it back from a backup"):
+        read_keys(Settings(data_dir=str(tmp_path)))
+
+
+def test_two_keys_with_one_id_are_refused(tmp_path: Path) -> None:
+    """The second would take the place of the first, and a rotation have no effect."""
+    key = '{"id": "0123456789ab", "key": "' + "A" * 43 + '="}'
+    (tmp_path / "seal-keys.json").write_text(f'{{"keys": [{key}, {key}]}}')
+    with pytest.raises(SealKeyError, match="two keys with one id"):
         read_keys(Settings(data_dir=str(tmp_path)))
