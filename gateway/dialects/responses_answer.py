@@ -46,6 +46,7 @@ _ID_PREFIX = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 NUM_BEFORE = 2
 """Events of a background response that are told before anything of it is made."""
+REPLAY_BYTES = 65_536
 _LAST = re.compile(rb"^event: response\.(completed|incomplete|failed)\ndata: ", re.MULTILINE)
 
 
@@ -84,11 +85,9 @@ class ResponsesStream:
     def piece(self, piece: Piece) -> bytes:
         """See StreamEncoder."""
         out = self._begin()
-        events = joined(piece.events)
         if self._scores is not None:
-            texts = [e for e in events if isinstance(e, ContentDelta | ReasoningDelta)]
-            self._scores.take(piece, len(texts))
-        for event in events:
+            self._scores.take(piece.scored)
+        for event in joined(piece.events):
             self._event(event, out)
         return b"".join(out)
 
@@ -117,14 +116,12 @@ class ResponsesStream:
         return [self._response(name, "in_progress", None) for name in names]
 
     def _event(self, event: Event, out: list[bytes]) -> None:
+        entries = [] if self._scores is None else self._scores.of(event)
         match event:
             case ContentDelta():
                 self._open("message", out)
-                entries = [] if self._scores is None else self._scores.of(event.text)
                 self._delta("response.output_text.delta", event.text, out, entries)
             case ReasoningDelta():
-                if self._scores is not None:
-                    self._scores.of(event.text)
                 self._open("reasoning", out)
                 self._delta("response.reasoning_text.delta", event.text, out)
             case ToolCallStart():
@@ -342,27 +339,38 @@ def queued_events(response: bytes) -> list[bytes]:
     return [_numbered(*event) for event in enumerate(_before(msgspec.json.decode(response)))]
 
 
-def replayed(response: bytes) -> bytes:
-    """A whole stream of a response that has ended: each item at once."""
-    return replayed_from(response, (), 0)
+def error_event(number: int, error: ApiError) -> bytes:
+    """What a stream ends with whose response cannot be read, whatever becomes of the response."""
+    body = {"code": error.kind.code, "message": error.message, "param": None}
+    return _numbered(number, ("error", body))
 
 
+_Told: TypeAlias = tuple[str, dict[str, Any]]
 Cut: TypeAlias = int | tuple[int, int]
 """The length of a delta in characters, and with how many log-probabilities it came, if with any."""
 
 
-def replayed_from(response: bytes, cuts: Sequence[Sequence[Cut]], at: int) -> bytes:
-    """The events of a response that has ended, from number `at` on. `cuts`: of each item those of
-    its deltas; without them a text is one. Of one that was cancelled, or failed and was
-    not stored so far, there is the last event at least."""
+def replayed(response: bytes, cuts: Sequence[Sequence[Cut]] = (), at: int = 0) -> Iterator[bytes]:
+    """The events of a response that has ended, from number `at` on, in parts of whole events that
+    end with the one that makes them REPLAY_BYTES. `cuts`: of each item those of its deltas; without
+    them a text is one. Of one that was cancelled, or failed and was not stored so far, there is the
+    last event at least. A long one takes long: for threads."""
     body = msgspec.json.decode(response)
-    events = list(enumerate(_replayed(body, cuts)))
-    if at >= len(events) and body["status"] not in ("completed", "incomplete"):
-        return _numbered(at, events[-1][1])
-    return b"".join(_numbered(*event) for event in events[at:])
-
-
-_Told: TypeAlias = tuple[str, dict[str, Any]]
+    part: list[bytes] = []
+    num_bytes, number = 0, -1
+    event: _Told = ("", {})
+    for number, event in enumerate(_replayed(body, cuts)):
+        if number < at:
+            continue
+        part.append(_numbered(number, event))
+        num_bytes += len(part[-1])
+        if num_bytes >= REPLAY_BYTES:
+            yield b"".join(part)
+            part, num_bytes = [], 0
+    if number < at and body["status"] not in ("completed", "incomplete"):
+        part.append(_numbered(at, event))
+    if part:
+        yield b"".join(part)
 
 
 def _numbered(number: int, event: _Told) -> bytes:

@@ -85,13 +85,13 @@ _TOLD_IN_ITEM = ("phase", "encrypted_content", "caller", "namespace")
 def opened(item: Item, place: str, model: str, seal: TenantSeal) -> Item:
     """Reasoning that this server sealed, with its text as content; all else as it is. Raises
     ApiError where it does not open."""
+    param = f"{place}.encrypted_content"
+    sealed = _sealed(item, param)
+    if not sealed:
+        return item
     try:
-        sealed = msgspec.json.decode(item.encrypted_content, type=str | None)
-        if not sealed or not sealed.startswith(SEALED):
-            return item
         text = seal.open(sealed, model)
-    except (SealBroken, msgspec.ValidationError) as error:
-        param = f"{place}.encrypted_content"
+    except SealBroken as error:
         raise invalid(
             param,
             f"{param} does not open for this key and model: send the item as it was received, or "
@@ -99,6 +99,26 @@ def opened(item: Item, place: str, model: str, seal: TenantSeal) -> Item:
         ) from error
     content = [Part("reasoning_text", text)]
     return msgspec.structs.replace(item, content=content, encrypted_content=_NOTHING)
+
+
+def refuse_sealed(item: Item, place: str) -> None:
+    """Of items that are kept for any model, while a seal is one model's: reasoning would be kept
+    without its text. Raises ApiError."""
+    param = f"{place}.encrypted_content"
+    if not item.content and _sealed(item, param):
+        message = f"{param} opens in requests to its model only: send it in the input of a response"
+        raise invalid(param, message)
+
+
+def _sealed(item: Item, param: str) -> str:
+    """What this server sealed of it, or "". Raises ApiError where it is no text."""
+    if item.type != "reasoning":
+        return ""
+    try:
+        sealed = msgspec.json.decode(item.encrypted_content, type=str | None) or ""
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(param, f"{param} must be a string in UTF-8, or left out") from error
+    return sealed if sealed.startswith(SEALED) else ""
 
 
 def messages_of(

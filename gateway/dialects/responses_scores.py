@@ -1,20 +1,20 @@
 """Which tokens a message's text was made of: log-probabilities in Responses. Part of stage 9.
 
-A choice's scored tokens are those of its whole text: marks, reasoning and calls too. Comes in: each
-piece, with the model's text and the tokens whose text has begun to come out, and then the texts
-that the parser made of it, in their order. Goes out: for a text of the message, the entries of its
-tokens.
+A choice's scored tokens are those of its whole text: marks, reasoning and calls too. Comes in: the
+tokens of each piece, whose text has begun to come out, and then all of the parser's events, in
+their order. Goes out: for an event of the message, the entries of the tokens that it was made of.
 
-The parser drops marks and may hold a few characters back, but changes none. So its texts are parts
-of the model's text in the same order, and are found there: the last one of a piece at its last
-place, since what comes before it may be a mark with the same characters.
+The parser may hold text back, so an event can be of earlier pieces. But events name the text that
+they stand for (`raw`), and all of them together are the model's text: their lengths say where each
+one is.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from gateway.answer.answer import TokenScores
-from gateway.answer.choice import Piece
+from gateway.api.tools.output_parser import ContentDelta, Event
 from gateway.prepare.prepare import Prepared
 from gateway.text.detokenize import ScoredToken
 
@@ -25,23 +25,20 @@ class MessageScores:
     def __init__(self, prepared: Prepared) -> None:
         self._scores = TokenScores(prepared.request, prepared.codec.pieces)
         self._tokens: deque[ScoredToken] = deque()
-        self._text, self._begin = "", 0
-        """The model's text from the place `_begin` on: what no text of the parser was found in."""
-        self._num_left = 0
+        self._end = 0
+        """Of the events so far."""
 
-    def take(self, piece: Piece, num_texts: int) -> None:
-        """What is new; the parser made so many texts of it."""
-        self._text += piece.text
-        self._tokens.extend(piece.scored)
-        self._num_left = num_texts
+    def take(self, tokens: Iterable[ScoredToken]) -> None:
+        """What is new."""
+        self._tokens.extend(tokens)
 
-    def of(self, text: str) -> list[dict[str, Any]]:
-        """The entries of the tokens that the parser's next text was made of, each told once."""
-        self._num_left -= 1
-        find = self._text.find if self._num_left else self._text.rfind
-        at = max(0, find(text))
-        begin, end = self._begin + at, self._begin + at + len(text)
-        self._text, self._begin = self._text[at + len(text) :], end
+    def of(self, event: Event) -> list[dict[str, Any]]:
+        """The entries of the tokens that the next event was made of, each told once. None of what
+        is no message; a token that also begins the message behind it is the message's."""
+        begin, end = self._end, self._end + len(event.raw)
+        self._end = end
+        if not isinstance(event, ContentDelta):
+            return []
         taken: list[ScoredToken] = []
         tokens = self._tokens
         while tokens and tokens[0].start < end:

@@ -63,6 +63,7 @@ class BoundedHttp(HttpToolsProtocol):
     all_of_them: Connections
     place: ConnectionSlot
     _is_old = False
+    _is_head = False
     _num_bytes = 0
     _moved_on = False
     _in_head = False
@@ -89,8 +90,9 @@ class BoundedHttp(HttpToolsProtocol):
         return not self.cycle.more_body
 
     def write_chunk(self, data: bytes) -> None:
-        """A part of a streamed answer whose head has been sent; an empty one would be its end."""
-        if data and not self.transport.is_closing():
+        """A part of a streamed answer whose head has been sent; an empty one would be its end. An
+        answer to HEAD has no parts: what is written here would be read as the next answer."""
+        if data and not self._is_head and not self.transport.is_closing():
             self.transport.write(data if self._is_old else b"%x\r\n%b\r\n" % (len(data), data))
 
     def watch(self, watch: ClientWatch) -> None:
@@ -238,6 +240,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._served = cycle
         self._is_old = cycle.scope["http_version"] == OLD
+        self._is_head = cycle.scope["method"] == "HEAD"
         super()._start_asgi_task(cycle, _until_the_end(app, cycle) if self._is_old else app)
 
     def _client_left(self) -> None:

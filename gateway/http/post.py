@@ -282,14 +282,19 @@ class EventStream:
             self.when_drained(tell)
             await waiter
 
-    async def send(self, send: Send) -> None:
-        """Head, events, end."""
+    async def send(self, send: Send, is_head: bool = False) -> None:
+        """Head, events, end. `is_head`: the head alone, as HEAD asks for."""
         headers = [
             (b"content-type", self._dialect.media_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),  # a proxy in front must not hold events back
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if not is_head:
+            await self._send_events()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self) -> None:
         if self._heartbeat_s:
             self._beat_later()
         try:
@@ -297,7 +302,6 @@ class EventStream:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _beat_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._beat)

@@ -7,8 +7,8 @@
     POST    /v1/responses/{id}/cancel          a background response stops
 
 They need a key with the scope `responses` or `inference`. `input_items` reads up to a thousand
-objects and counts as a request in limits. The others read one or none and take nothing of any
-limit: who waits for a background response asks again and again.
+objects, a stream sends megabytes: they count as requests in limits. The others read one object or
+none and take nothing of any limit: who waits for a background response asks again and again.
 """
 
 from starlette.requests import Request
@@ -43,11 +43,13 @@ class Retrieve:
             answer = json_text(await edge.responses.retrieve(principal, _id(request)))
             await answer(scope, receive, send)
             return
+        await counted_caller(request)
         watch = ClientWatch(scope["state"]["connection"])
         try:
             events = await edge.responses.follow(principal, _id(request), after, watch.when_gone)
             heartbeat_s = edge.services.settings.stream_heartbeat_s
-            await EventStream(events.run, watch, heartbeat_s, RESPONSES).send(send)
+            stream = EventStream(events.run, watch, heartbeat_s, RESPONSES)
+            await stream.send(send, scope["method"] == "HEAD")
         finally:
             watch.stop()
 

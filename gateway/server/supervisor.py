@@ -29,7 +29,7 @@ from gateway.http.own_hosts import exposure
 from gateway.ipc.remote import check_listening, tls_contexts
 from gateway.ledger.ledger_recovery import adopt
 from gateway.limits import limit_stores
-from gateway.sealing.master_keys import read_keys
+from gateway.sealing.master_keys import ensure_keys
 from gateway.server.child_process import WORKER_COMMAND, EarlyWorker
 from gateway.server.dispatcher_process import DispatcherParts
 from gateway.server.gateway_process import GatewayParts
@@ -87,7 +87,7 @@ async def serve(
             await asyncio.to_thread(check_cluster, settings)
         await asyncio.to_thread(check_database, settings)  # Before anything is made or deleted.
         await asyncio.to_thread(secure_files, settings)
-        await asyncio.to_thread(read_keys, settings)  # Drawn here, or found damaged.
+        await asyncio.to_thread(ensure_keys, settings)  # Drawn here, or found damaged.
         await asyncio.to_thread(upgrade, settings.registry_url)
         await asyncio.to_thread(bind_database, settings)
         await asyncio.to_thread(tidy, settings)

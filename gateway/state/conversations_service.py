@@ -20,6 +20,7 @@ from gateway.dialects.responses_items import (
     is_usable_id,
     kept_items,
     messages_of,
+    refuse_sealed,
 )
 from gateway.dialects.responses_wire import metadata_of
 from gateway.errors import (
@@ -219,6 +220,7 @@ def _checked(items: Sequence[Item], told: ToldFields) -> Items:
     for _ in messages_of(items, told, field="items"):
         pass
     for number, item in enumerate(items):
+        refuse_sealed(item, f"items[{number}]")
         if item.id and not is_usable_id(item.id):
             param = f"items[{number}].id"
             message = f"{param} must have at most {MAX_ID_CHARS} printable characters"

@@ -41,6 +41,7 @@ KIND = "responses"
 MAX_CHAIN_READ = 4
 """What the objects of a chain may have together, as a multiple of what its items may: each also
 has the instructions, tools and schemas of its response, which agents send with every turn."""
+_SCORES = b'"logprobs":[{'
 _encode = msgspec.json.Encoder().encode
 
 
@@ -287,7 +288,7 @@ class ResponseStore:
             with appending(self._engine, ACTOR) as session:
                 return write(session)
         items: list[msgspec.Raw] = _raw_decoder.decode(parts[0])
-        items += msgspec.json.decode(parts[1], type=_RawOutput).output
+        items += _unscored(msgspec.json.decode(parts[1], type=_RawOutput).output)
         viewer = Viewer(record.tenant_id, None, 0.0)
         about = viewer, record.conversation_id, items, record.model, write
         return self.conversations.append(*about) is not None
@@ -307,7 +308,7 @@ class ResponseStore:
             record,
             object_name=stored.name,
             sha256=stored.sha256,
-            items_bytes=len(items) + sum(map(len, found.response.output)),
+            items_bytes=len(items) + sum(map(len, _unscored(found.response.output))),
         )
 
     def _objects_of(self, chain: Sequence[ResponseRecord]) -> Iterator[bytes]:
@@ -336,6 +337,19 @@ class ResponseStore:
         if hashlib.sha256(data).hexdigest() != record.sha256:
             raise Damaged(record.id)
         return data
+
+
+def _unscored(items: Sequence[msgspec.Raw]) -> list[msgspec.Raw]:
+    """Items without log-probabilities, which no model reads: hundreds of bytes a token."""
+    return [_without_scores(item) if _SCORES in bytes(item) else item for item in items]
+
+
+def _without_scores(item: msgspec.Raw) -> msgspec.Raw:
+    body = msgspec.json.decode(item)
+    for part in body.get("content") or ():
+        if "logprobs" in part:
+            part["logprobs"] = []
+    return msgspec.Raw(_encode(body))
 
 
 def is_active(record: ResponseRecord) -> bool:

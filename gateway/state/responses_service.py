@@ -45,7 +45,7 @@ from gateway.settings.state_settings import DAY_S
 from gateway.state import item_references
 from gateway.state.background import BackgroundRuns
 from gateway.state.conversations_service import ConversationsService
-from gateway.state.event_following import Following, SoFar
+from gateway.state.event_following import Following, SoFar, replay
 from gateway.state.item_pages import item_page, page_of
 from gateway.state.objects import objects_of
 from gateway.state.response_store import (
@@ -229,7 +229,8 @@ class ResponsesService:
             begun = told(record, body)
             return SoFar(begun, is_active(record), body.cuts)
 
-        following = Following(self._background.log_of(response_id), look, starting_after)
+        log = self._background.log_of(response_id)
+        following = Following(log, look, self._threads.go_on, starting_after)
         when_gone(following.stop)
         return EventAnswer(following.run)
 
@@ -367,8 +368,11 @@ class ResponsesService:
         if _is_background(body):
             return self._followed(viewer, record.id, -1, call.when_gone)
 
+        gone = asyncio.Event()
+        call.when_gone(gone.set)
+
         async def events(sink: Sink) -> None:
-            sink.write(replayed(response))
+            await replay(replayed(response), self._threads.go_on, sink, gone.is_set)
 
         return EventAnswer(events)
 

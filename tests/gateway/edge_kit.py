@@ -45,6 +45,7 @@ from gateway.pipeline.edge import Edge, build_edge
 from gateway.pipeline.pipeline import Services
 from gateway.pricing.policy.pricing import PriceBook, Prices
 from gateway.protocols import DispatcherSnapshot, LedgerSnapshot
+from gateway.sealing.master_keys import ensure_keys
 from gateway.settings.settings import Settings
 from gateway.text.prepare_pool import PreparePool
 from gateway.types import HostedModel, ModelOutlook, PreparedRequest, Principal
@@ -453,6 +454,7 @@ def make_kit(
         embedding_worker=embedding,
         owner=owner,
     )
+    ensure_keys(services.settings)
     edge = build_edge(services, pool=pool or shared_pool())
     admin = AdminApp(edge)
     app = create_app(services, {PREFIX: lambda _: admin}, edge)

@@ -53,7 +53,19 @@ def byte_chars() -> dict[int, str]:
 
 
 @pytest.mark.parametrize("one_by_one", [True, False])
-@pytest.mark.parametrize("text", ["The game is afoot", REASONED, f"So: The game\n{CALL}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The game is afoot",
+        REASONED,
+        f"So: The game\n{CALL}",
+        "a<<b",
+        "<<x",
+        "<think>\nhm\n</think>\n So a",
+        "<<t << <tool",
+        "a\n\na",
+    ],
+)
 async def test_they_are_those_of_the_message(tmp_path: Path, text: str, one_by_one: bool) -> None:
     kit = make_kit(tmp_path, HERMES, max_context=1024)
     kit.dispatcher.script = kit.speak_slowly(text, 0.005) if one_by_one else kit.speak(text)

@@ -245,6 +245,21 @@ def test_what_does_not_open_names_the_field(sealed: Any) -> None:
     assert (caught.value.kind.status, caught.value.param) == (400, "input[1].encrypted_content")
 
 
+def test_only_reasoning_is_opened() -> None:
+    """Or its own content would be lost, and sealed text become a user's or the system's."""
+    sealed = SEAL.seal("hm", "m")
+    request = asked([{"role": "system", "content": "a", "encrypted_content": sealed}])
+    assert request.messages == ({"role": "system", "content": "a"},)
+    assert request.ignored == ("input[].encrypted_content",)
+
+
+def test_what_is_no_text_names_the_field() -> None:
+    body = json.dumps({"model": "m", "input": reasoning("here")}).encode()
+    with pytest.raises(ApiError) as caught:
+        decode(body.replace(b"here", b"\xff\xfe"), False, SEAL)
+    assert (caught.value.kind.status, caught.value.param) == (400, "input[1].encrypted_content")
+
+
 def test_what_is_included_is_sealed_and_the_rest_is_told() -> None:
     assert asked().seal is None
     request = asked(include=["reasoning.encrypted_content"])

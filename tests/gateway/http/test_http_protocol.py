@@ -104,6 +104,21 @@ async def test_a_large_head_that_comes_at_once_is_refused_too(port: int, head: b
     assert answer == b"reset" or error_of(answer) == (431, "headers_too_large")
 
 
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_no_part_of_an_answer_to_head_is_written(version: bytes) -> None:
+    async def streams(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            scope["state"]["connection"].write_chunk(b"event")
+            await send({"type": "http.response.body", "body": b""})
+
+    async with serving(streams, Settings()) as base:
+        for method, has_parts in ((b"HEAD", False), (b"GET", True)):
+            asked = b"%b / HTTP/%b\r\nHost: x\r\nConnection: close\r\n\r\n" % (method, version)
+            _, _, body = (await talk(int(base.rpartition(":")[2]), asked)).partition(b"\r\n\r\n")
+            assert (b"event" in body, bool(body)) == (has_parts, has_parts)
+
+
 async def test_bodies_are_not_counted_as_heads(port: int) -> None:
     length = 1_000_000
     head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % length

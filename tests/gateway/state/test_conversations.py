@@ -13,6 +13,7 @@ from gateway.state import background
 from registry.accounts.quotas import Limits
 from tests.gateway.dialects.test_responses import ASK, URL, ask, stream_of
 from tests.gateway.edge_kit import KEY, Client, Kit, key_record, silent
+from tests.gateway.sealing_kit import seal_of
 from tests.gateway.state.test_background import ended
 from tests.gateway.state.test_responses import OTHER_KEY, call, days, prompt_of, rows
 
@@ -243,6 +244,19 @@ async def test_a_key_for_stored_state_asks_no_models(kit: Kit, client: Client) -
     assert len(kit.dispatcher.requests) == 1
 
 
+async def test_sealed_reasoning_without_its_text_is_refused(kit: Kit, client: Client) -> None:
+    """A conversation is of any model, and a seal of one: it would be kept empty."""
+    conversation_id = await created(client, USER)
+    path = f"{ALL}/{conversation_id}/items"
+    sealed = {"type": "reasoning", "encrypted_content": seal_of(kit).seal("hm", "tiny")}
+    for at, body in ((path, {"items": [USER, sealed]}), (ALL, {"items": [USER, sealed]})):
+        status, told = await post(client, at, body)
+        assert (status, told["error"]["param"]) == (400, "items[1].encrypted_content")
+    with_text = {**sealed, "content": [{"type": "reasoning_text", "text": "hm"}]}
+    status, told = await post(client, path, {"items": [with_text]})
+    assert (status, told["data"][0]["content"][0]["text"]) == (200, "hm")
+
+
 async def test_each_route_counts_as_a_request(kit: Kit, client: Client) -> None:
     conversation_id = await created(client, USER)
     kit.dispatcher.script = kit.speak("one")
@@ -258,6 +272,7 @@ async def test_each_route_counts_as_a_request(kit: Kit, client: Client) -> None:
         ("DELETE", f"{path}/items/x", None),
         ("DELETE", path, None),
         ("GET", f"{URL}/{told['id']}/input_items", None),
+        ("GET", f"{URL}/{told['id']}?stream=true", None),
     ]
     headers = {"authorization": f"Bearer {KEY}"}
     for number, (method, at, body) in enumerate(asked):

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,12 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.errors import WorkerLost
+from gateway.auth.auth import authenticate
+from gateway.dialects import responses_answer
+from gateway.dialects.responses_answer import replayed
+from gateway.errors import QUEUE_FULL, SERVER_ERROR, UNAVAILABLE, ApiError, WorkerLost
 from gateway.state import background, event_following, event_log
+from gateway.state.event_following import Following, SoFar
 from gateway.state.event_log import EventLog
 from tests.gateway.dialects.test_messages import CALL, HERMES
 from tests.gateway.dialects.test_responses import ASK, TOOL, URL, ask, check_told_to_the_end
@@ -206,6 +211,20 @@ async def test_one_that_is_deleted_ends_its_streams(kit: Kit, client: Client) ->
         assert len(await reader.rest()) == 1, "the other event of before"
 
 
+async def test_what_passes_ends_no_stream_and_damage_says_so() -> None:
+    kinds = [QUEUE_FULL, UNAVAILABLE, SERVER_ERROR]
+
+    async def look() -> SoFar:
+        raise ApiError(kinds.pop(0), "damaged")
+
+    sink = SlowSink()
+    await Following(None, look, asyncio.to_thread, 2).run(sink)
+    assert not kinds
+    [event] = [json.loads(part.partition(b"data: ")[2]) for part in sink.parts]
+    told = {"code": "server_error", "message": "damaged", "param": None}
+    assert event == {"type": "error", "sequence_number": 3, **told}
+
+
 async def test_who_is_too_far_behind_goes_on_from_what_is_stored(
     kit: Kit, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +300,72 @@ async def test_what_is_wrong_names_the_parameter(
     _, told = await ask(client)
     status, body = await call(client, "GET", f"{URL}/{told['id']}{query}")
     assert (status, body["error"]["param"]) == (400, param)
+
+
+class SlowSink:
+    """A client that reads a part only when whoever writes waits for it."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.is_full = False
+
+    def write(self, event: bytes) -> None:
+        assert not self.is_full, "it was to wait"
+        self.parts.append(event)
+        self.is_full = True
+
+    def when_drained(self, callback: Any) -> None:
+        raise AssertionError
+
+    async def drained(self) -> None:
+        self.is_full = False
+
+
+async def test_what_is_stored_is_made_in_threads_as_fast_as_it_is_read(
+    kit: Kit, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit.dispatcher.script = kit.speak("The game is afoot, and so on and on.", True)
+    told = await queued(client)
+    await ended(client, told["id"], "completed")
+    whole = await all_of(client, told["id"])
+    threads: set[str] = set()
+
+    def watched(*about: Any) -> Iterator[bytes]:
+        for part in replayed(*about):
+            threads.add(threading.current_thread().name.rpartition("_")[0])
+            yield part
+
+    monkeypatch.setattr(event_following, "replayed", watched)
+    monkeypatch.setattr(responses_answer, "REPLAY_BYTES", 1)
+    assert await all_of(client, told["id"]) == whole
+    assert threads == {"state-read"}
+    sink, headers = SlowSink(), {"authorization": f"Bearer {KEY}"}
+    principal = authenticate(headers, kit.edge.services.directory, 0.0, "")
+    answer = await kit.edge.responses.follow(principal, told["id"], 1, lambda callback: None)
+    await answer.run(sink)
+    assert len(sink.parts) == len(whole) - 2, "an event each, and none of before"
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+async def test_head_has_no_events(kit: Kit, client: Client, has_ended: bool) -> None:
+    """What follows the head would be the next request's answer, behind a proxy another caller's."""
+    kit.dispatcher.script = kit.speak("The game") if has_ended else silent
+    told = await queued(client)
+    await ended(client, told["id"], "completed" if has_ended else "queued")
+    lines = f"Host: x\r\nAuthorization: Bearer {KEY}\r\n"
+    asked = f"HEAD {URL}/{told['id']}?stream=true HTTP/1.1\r\n{lines}\r\n"
+    then = f"GET /version HTTP/1.1\r\n{lines}Connection: close\r\n\r\n"
+    reader, writer = await asyncio.open_connection(*client.base.removeprefix("http://").split(":"))
+    writer.write((asked + then).encode())
+    async with asyncio.timeout(5):
+        head = await reader.readuntil(b"\r\n\r\n")
+        rest = await reader.read()
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"text/event-stream" in head
+    assert rest.startswith(b"HTTP/1.1 200")
+    assert b'{"version"' in rest
+    await cancel(client, told["id"])
 
 
 async def test_another_tenants_is_a_missing_one(kit: Kit, client: Client) -> None:

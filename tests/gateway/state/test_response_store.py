@@ -128,6 +128,22 @@ def test_a_chain_has_bounds(store: ResponseStore) -> None:
         store.earlier(VIEWER, "resp_3")
 
 
+def test_scores_are_kept_with_the_response_and_no_part_of_a_chain(store: ResponseStore) -> None:
+    scores = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}] * 500
+    part = {"type": "output_text", "text": "a", "annotations": [], "logprobs": scores}
+    said = {"id": "msg_1", "type": "message", "role": "assistant", "content": [part]}
+    answer = msgspec.json.encode({"status": "completed", "output": [said]})
+    store.conversations.create("conv_1", "ten_1", [], {})
+    for number, conversation_id in (1, None), (2, "conv_1"):
+        record = replace(NEW, id=f"resp_{number}", conversation_id=conversation_id)
+        assert store.add(record, [message("in")], answer) is not None
+        assert bytes(store.read(VIEWER, record.id)[1].response) == answer
+    earlier = store.earlier(VIEWER, "resp_1")
+    assert earlier.num_bytes < 1000 < len(answer)
+    [_, kept] = store.conversations.items(VIEWER, "conv_1")
+    assert msgspec.json.decode(kept) == {**said, "content": [{**part, "logprobs": []}]}
+
+
 def test_what_answers_repeat_counts_too(store: ResponseStore) -> None:
     for number in range(1, 5):
         parent = f"resp_{number - 1}" if number > 1 else None
