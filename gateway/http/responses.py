@@ -46,7 +46,8 @@ class Retrieve:
         await counted_caller(request)
         watch = ClientWatch(scope["state"]["connection"])
         try:
-            events = await edge.responses.follow(principal, _id(request), after, watch.when_gone)
+            about = principal, _id(request), after, watch.when_gone, scope["state"]["note"]
+            events = await edge.responses.follow(*about)
             heartbeat_s = edge.services.settings.stream_heartbeat_s
             stream = EventStream(events.run, watch, heartbeat_s, RESPONSES)
             await stream.send(send, scope["method"] == "HEAD")

@@ -31,7 +31,7 @@ from gateway.state.event_log import EventLog
 from gateway.state.response_store import ResponseStore
 from gateway.state.saving import LastEventHeld, Saving
 from gateway.state.state_threads import StateThreads
-from gateway.types import Answer, Call, EventAnswer
+from gateway.types import Answer, AnswerNote, Call, EventAnswer
 from registry.errors import NotFound
 from registry.state.responses import ResponseRecord, ResponseState
 
@@ -52,6 +52,8 @@ class _Running:
     record: ResponseRecord
     admitted: "asyncio.Future[None]"
     log: EventLog
+    note: AnswerNote
+    """Of the request that asked for it, which may have been answered long before."""
     is_stopped: bool = False
     aborts: list[Callable[[], None]] = field(default_factory=list)
 
@@ -126,8 +128,8 @@ class BackgroundRuns:
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         events = EventLog(lambda: self._begun(running))
         events.begin(b"".join(queued_events(response)))
-        running = self._running[record.id] = _Running(saving.record, admitted, events)
-        own = replace(call, when_gone=running.when_gone)
+        running = self._running[record.id] = _Running(saving.record, admitted, events, call.note)
+        own = replace(call, when_gone=running.when_gone, note=AnswerNote())
         task = asyncio.create_task(
             self._make(own, msgspec.structs.replace(asked.wire, stream=True), running)
         )
@@ -136,6 +138,7 @@ class BackgroundRuns:
         if self._beating is None or self._beating.done():
             self._beating = asyncio.create_task(self._beat())
         await asyncio.wait([task, running.admitted], return_when=asyncio.FIRST_COMPLETED)
+        call.note.model = own.note.model
         if task.done() and not running.admitted.done() and task.exception() is not None:
             await saving.forget()
             task.result()  # raises
@@ -191,6 +194,8 @@ class BackgroundRuns:
             await self._fail(running, ApiError(SERVER_ERROR, message))
         finally:
             del self._running[running.record.id]
+            if call.note.code != "client_gone":  # that is whoever cancelled it
+                running.note.code, running.note.fault = call.note.code, call.note.fault
             running.log.end(told)
 
     async def _answer(self, call: Call, wire: WireRequest, running: _Running) -> LastEvent | None:

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from gateway.dialects.responses_answer import NUM_BEFORE, Cut, error_event, queued_events, replayed
 from gateway.errors import NOT_FOUND, QUEUE_FULL, UNAVAILABLE, ApiError
 from gateway.state.event_log import EventLog
-from gateway.types import Sink
+from gateway.types import AnswerNote, Sink
 
 POLL_S = 1.0
 
@@ -55,12 +55,15 @@ async def replay(
 class Following:
     """One reader of one response."""
 
-    def __init__(self, log: EventLog | None, look: Look, step: Step, starting_after: int) -> None:
+    def __init__(
+        self, log: EventLog | None, look: Look, step: Step, starting_after: int, note: AnswerNote
+    ) -> None:
         """`log`: where this process makes it. `starting_after`: the last number that the reader
-        has; -1: none."""
+        has; -1: none. `note`: of the reader's request."""
         self._log = log
         self._look = look
         self._step = step
+        self._note = note
         self._next = starting_after + 1
         self._is_gone = False
         self._gone = asyncio.Event()
@@ -75,6 +78,11 @@ class Following:
     async def run(self, sink: Sink) -> None:
         """Until the last event, or the reader is gone. A response that is deleted meanwhile ends
         the stream."""
+        await self._run(sink)
+        if self._is_gone:
+            self._note.client_gone()
+
+    async def _run(self, sink: Sink) -> None:
         if self._log is not None:
             self._next = await self._log.send(self._next, sink, lambda: self._is_gone)
             if self._log.has_last and self._next >= self._log.num_events:
@@ -86,6 +94,7 @@ class Following:
                 if error.kind == NOT_FOUND:
                     return
                 if error.kind not in (QUEUE_FULL, UNAVAILABLE):
+                    self._note.fail(error.kind)
                     sink.write(error_event(self._next, error))
                     return
             else:

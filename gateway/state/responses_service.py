@@ -57,7 +57,7 @@ from gateway.state.response_store import (
 )
 from gateway.state.saving import Saving
 from gateway.state.state_threads import RETRY_S, StateThreads
-from gateway.types import Answer, Call, EventAnswer, JsonAnswer, Principal, Sink
+from gateway.types import Answer, AnswerNote, Call, EventAnswer, JsonAnswer, Principal, Sink
 from registry.errors import NotFound
 from registry.session import make_engine
 from registry.state.idempotency import IdempotencyRecord
@@ -156,7 +156,7 @@ class ResponsesService:
             if asked.is_background:
                 response = await self._background.start(call, asked, saving)
                 if asked.wire.stream:
-                    return self._followed(viewer, saving.record.id, -1, call.when_gone)
+                    return self._followed(viewer, saving.record.id, -1, call.when_gone, call.note)
                 return JsonAnswer([response])
             answer = await self._run(call, asked.wire)
         except BaseException:
@@ -170,14 +170,20 @@ class ResponsesService:
         return told(record, body)
 
     async def follow(
-        self, principal: Principal, response_id: str, starting_after: int, when_gone: WhenGone
+        self,
+        principal: Principal,
+        response_id: str,
+        starting_after: int,
+        when_gone: WhenGone,
+        note: AnswerNote,
     ) -> EventAnswer:
         """The events of a background response behind this number. Raises ApiError."""
         _, body = await self._found(principal, response_id)
         if not _is_background(body):
             message = "only background responses can be streamed later: leave stream out"
             raise ApiError(INVALID_REQUEST, message, "stream")
-        return self._followed(self._viewer(principal), response_id, starting_after, when_gone)
+        viewer = self._viewer(principal)
+        return self._followed(viewer, response_id, starting_after, when_gone, note)
 
     async def remove(self, principal: Principal, response_id: str) -> bytes:
         """Delete it; one that is being made is stopped. Raises ApiError."""
@@ -213,7 +219,12 @@ class ResponsesService:
         return await self._read(viewer, response_id, work)
 
     def _followed(
-        self, viewer: Viewer, response_id: str, starting_after: int, when_gone: WhenGone
+        self,
+        viewer: Viewer,
+        response_id: str,
+        starting_after: int,
+        when_gone: WhenGone,
+        note: AnswerNote,
     ) -> EventAnswer:
         begun = b""
 
@@ -230,7 +241,7 @@ class ResponsesService:
             return SoFar(begun, is_active(record), body.cuts)
 
         log = self._background.log_of(response_id)
-        following = Following(log, look, self._threads.go_on, starting_after)
+        following = Following(log, look, self._threads.go_on, starting_after, note)
         when_gone(following.stop)
         return EventAnswer(following.run)
 
@@ -366,7 +377,7 @@ class ResponsesService:
         if not streams:
             return JsonAnswer([response])
         if _is_background(body):
-            return self._followed(viewer, record.id, -1, call.when_gone)
+            return self._followed(viewer, record.id, -1, call.when_gone, call.note)
 
         gone = asyncio.Event()
         call.when_gone(gone.set)

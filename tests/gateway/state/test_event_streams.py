@@ -18,6 +18,7 @@ from gateway.errors import QUEUE_FULL, SERVER_ERROR, UNAVAILABLE, ApiError, Work
 from gateway.state import background, event_following, event_log
 from gateway.state.event_following import Following, SoFar
 from gateway.state.event_log import EventLog
+from gateway.types import AnswerNote
 from tests.gateway.dialects.test_messages import CALL, HERMES
 from tests.gateway.dialects.test_responses import ASK, TOOL, URL, ask, check_told_to_the_end
 from tests.gateway.edge_kit import (
@@ -31,6 +32,7 @@ from tests.gateway.edge_kit import (
     silent,
     until,
 )
+from tests.gateway.http.test_answer_counts import answers
 from tests.gateway.state.test_background import cancel, delete, ended, queued
 from tests.gateway.state.test_responses import OTHER_KEY, call, rows
 from tests.migrated import migrated
@@ -199,6 +201,7 @@ async def test_one_that_fails_says_so_in_its_last_event(kit: Kit, client: Client
     check_told_to_the_end(live)
     assert live[-1]["type"] == "response.failed"
     assert live[-1]["response"]["error"]["code"] == "service_unavailable"
+    await until(lambda: answers(kit).get((URL, "tiny", "service_unavailable", "server")) == 1)
     assert await all_of(client, live[0]["response"]["id"]) == live
 
 
@@ -218,8 +221,9 @@ async def test_what_passes_ends_no_stream_and_damage_says_so() -> None:
         raise ApiError(kinds.pop(0), "damaged")
 
     sink = SlowSink()
-    await Following(None, look, asyncio.to_thread, 2).run(sink)
+    await Following(None, look, asyncio.to_thread, 2, note := AnswerNote()).run(sink)
     assert not kinds
+    assert (note.code, note.fault) == ("server_error", "server")
     [event] = [json.loads(part.partition(b"data: ")[2]) for part in sink.parts]
     told = {"code": "server_error", "message": "damaged", "param": None}
     assert event == {"type": "error", "sequence_number": 3, **told}
@@ -273,6 +277,30 @@ async def test_readers_that_leave_are_forgotten(kit: Kit, client: Client) -> Non
     await until(lambda: not num_readers())
     kit.speak("The game")(running)
     await ended(client, told["id"], "completed")
+
+
+async def test_each_reader_is_counted_as_it_left(kit: Kit, client: Client) -> None:
+    """And the one who asked is not the one who cancels."""
+    kit.dispatcher.script = silent
+    async with created(client) as one:
+        first = await one.next()
+        assert first is not None
+        response_id = first["response"]["id"]
+        (await kit.begun()).say(kit.ids("The"))
+        await ended(client, response_id, "in_progress")
+        async with following(client, response_id) as reader:
+            assert await reader.next() is not None
+        path = f"{URL}/{{response_id}}"
+        await until(lambda: answers(kit).get((path, "", "client_gone", "client")) == 1)
+        async with created(client) as other:
+            left = await other.next()
+            assert left is not None
+        await until(lambda: answers(kit).get((URL, "tiny", "client_gone", "client")) == 1)
+        for asked in (first, left):
+            await cancel(client, asked["response"]["id"])
+        await one.rest()
+    await until(lambda: answers(kit).get((URL, "tiny", "ok", "none")) == 1)
+    assert answers(kit)[URL, "tiny", "client_gone", "client"] == 1
 
 
 async def test_a_refused_one_is_no_stream(kit: Kit, client: Client) -> None:
@@ -339,9 +367,13 @@ async def test_what_is_stored_is_made_in_threads_as_fast_as_it_is_read(
     monkeypatch.setattr(responses_answer, "REPLAY_BYTES", 1)
     assert await all_of(client, told["id"]) == whole
     assert threads == {"state-read"}
+
+    def when_gone(callback: Any) -> None:
+        """It stays."""
+
     sink, headers = SlowSink(), {"authorization": f"Bearer {KEY}"}
     principal = authenticate(headers, kit.edge.services.directory, 0.0, "")
-    answer = await kit.edge.responses.follow(principal, told["id"], 1, lambda callback: None)
+    answer = await kit.edge.responses.follow(principal, told["id"], 1, when_gone, AnswerNote())
     await answer.run(sink)
     assert len(sink.parts) == len(whole) - 2, "an event each, and none of before"
 
