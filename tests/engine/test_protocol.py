@@ -149,7 +149,7 @@ def test_the_bytes_on_the_wire() -> None:
     assert encode(AckUsage([("r", 2)])) == b"\x92\xa8AckUsage\x91\x92\xa1r\x02"
     assert encode(AdoptUsage("g", ["r"])) == b"\x93\xaaAdoptUsage\xa1g\x91\xa1r"
     nothing = b"\xcb" + bytes(8)  # a float of 0
-    assert encode(LoadModel("m")) == b"\x96\xa9LoadModel\xa1m" + 2 * nothing + b"\xc2\xc2"
+    assert encode(LoadModel("m")) == b"\x97\xa9LoadModel\xa1m" + 2 * nothing + b"\xc2\xc2\xc2"
     assert encode(WarmModel("m")) == b"\x92\xa9WarmModel\xa1m"
     submit = Submit("r", 1, "t", "m", [5], 3, SamplingParams(0.0, 1.0, 9), [2])
     zero, one = b"\xcb" + bytes(8), b"\xcb\x3f\xf0" + bytes(6)
