@@ -154,20 +154,21 @@ def test_the_bytes_on_the_wire() -> None:
     submit = Submit("r", 1, "t", "m", [5], 3, SamplingParams(0.0, 1.0, 9), [2])
     zero, one = b"\xcb" + bytes(8), b"\xcb\x3f\xf0" + bytes(6)
     assert encode(submit) == (
-        (b"\xdc\x00\x10\xa6Submit\xa1r\x01\xa1t\xa1m\x91\x05\x03\x9a" + zero + one + b"\x09")
+        (b"\xdc\x00\x11\xa6Submit\xa1r\x01\xa1t\xa1m\x91\x05\x03\x9a" + zero + one + b"\x09")
         + (b"\x00" + zero * 3 + one + b"\x80\x00")  # top_k to min_tokens
         + b"\x91\x02\xff\xff\xc0"
         + zero
         + b"\xc0\x90\x00"
+        + b"\xc2"  # is_batch
     )
     constrained = msgspec.structs.replace(submit, constraint=Constraint("regex", "a"))
     assert encode(constrained) == (
-        encode(submit)[:-13] + b"\x92\xa5regex\xa1a" + zero + b"\xc0\x90\x00"
+        encode(submit)[:-14] + b"\x92\xa5regex\xa1a" + zero + b"\xc0\x90\x00\xc2"
     )
     encoder = msgspec.structs.replace(submit, encode=EncodeInputs([1], [0]))
-    assert encode(encoder) == encode(submit)[:-3] + b"\x93\x91\x01\x91\x00\xc2\x90\x00"
+    assert encode(encoder) == encode(submit)[:-4] + b"\x93\x91\x01\x91\x00\xc2\x90\x00\xc2"
     resumed = msgspec.structs.replace(submit, generated=[7, 8], cached_tokens=1)
-    assert encode(resumed) == encode(submit)[:-2] + b"\x92\x07\x08\x01"
+    assert encode(resumed) == encode(submit)[:-3] + b"\x92\x07\x08\x01\xc2"
     logprobs = TokenLogprobs(-0.5, [(4, -0.5)])
     delta = TokenDelta("r", 1, [4], Finish("stop", Usage(1, 0, 1, 0.0)), [logprobs])
     assert encode(StepOutput("e", [delta])) == (
