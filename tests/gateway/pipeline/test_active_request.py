@@ -51,6 +51,10 @@ async def test_without_an_open_record_a_client_that_leaves_owes_nothing(
     assert (kit.ledger.posted, kit.ledger.voided) == ([], [running.request.request_id])
 
 
+def living() -> list[ActiveRequest | Choice]:
+    return [each for each in gc.get_objects() if isinstance(each, ActiveRequest | Choice)]
+
+
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2}, {"n": 2, "stream": True}])
 async def test_an_answered_request_leaves_nothing_for_the_collector(
     kit: Kit, client: Client, more: dict[str, object]
@@ -58,6 +62,7 @@ async def test_an_answered_request_leaves_nothing_for_the_collector(
     """It comes seldom (server/interpreter.py), and a prompt may be large."""
     kit.dispatcher.script = kit.speak("The game is afoot!")
     gc.collect()
+    before = living()  # what tests of other files have left
     gc.disable()
     try:
         for _ in range(3):
@@ -65,7 +70,7 @@ async def test_an_answered_request_leaves_nothing_for_the_collector(
                 await answer.read()
         await kit.settled()
         await asyncio.sleep(0.05)
-        left = [each for each in gc.get_objects() if isinstance(each, ActiveRequest | Choice)]
+        left = [each for each in living() if each not in before]
     finally:
         gc.enable()
     assert len(kit.ledger.posted) == 3
@@ -80,6 +85,7 @@ async def test_nor_does_one_that_failed(kit: Kit, client: Client) -> None:
 
     kit.dispatcher.script = fails
     gc.collect()
+    before = living()  # what tests of other files have left
     gc.disable()
     try:
         for _ in range(3):
@@ -87,7 +93,7 @@ async def test_nor_does_one_that_failed(kit: Kit, client: Client) -> None:
                 assert answer.status == 503
         await kit.settled()
         await asyncio.sleep(0.05)
-        left = [each for each in gc.get_objects() if isinstance(each, ActiveRequest | Choice)]
+        left = [each for each in living() if each not in before]
     finally:
         gc.enable()
     assert left == []
