@@ -75,7 +75,7 @@ class TicketQueue:
         self._num_added += 1
         arrivals = self._arrivals.setdefault(ticket.tenant_id, [])
         heapq.heappush(arrivals, (ticket.seq, self._num_added, ticket))
-        ticket.is_queued = True
+        ticket.queued_in = self
         self.backlog_s += ticket.prediction.service_s
         self._next_deadline_s = min(self._next_deadline_s, ticket.deadline_s)
         self._num_total += 1
@@ -85,7 +85,7 @@ class TicketQueue:
         models = self._tenants[ticket.tenant_id]
         tickets = models[ticket.model_name]
         tickets.remove(ticket)
-        ticket.is_queued = False
+        ticket.queued_in = None
         about = self._by_model[ticket.model_name]
         about.num -= 1
         about.service_s -= ticket.prediction.service_s
@@ -110,7 +110,7 @@ class TicketQueue:
         """An old ticket at the front keeps all that have gone behind it."""
         arrivals = self._arrivals[tenant_id]
         if len(arrivals) > 2 * self._num_of_tenant[tenant_id] + MOST_GONE:
-            arrivals[:] = [entry for entry in arrivals if entry[2].is_queued]
+            arrivals[:] = [entry for entry in arrivals if entry[2].queued_in is self]
             heapq.heapify(arrivals)
 
     def tenants_of(self, model_names: Iterable[str]) -> list[str]:
@@ -143,7 +143,7 @@ class TicketQueue:
     def oldest_seq(self, tenant_id: str) -> int:
         """The arrival of the tenant's oldest ticket, whatever its priority."""
         arrivals = self._arrivals[tenant_id]
-        while not arrivals[0][2].is_queued:
+        while arrivals[0][2].queued_in is not self:
             heapq.heappop(arrivals)
         return arrivals[0][0]
 

@@ -305,7 +305,8 @@ class Ticket(msgspec.Struct, eq=False):
     """At its gateway: whether the dispatcher will have a `load_s` to tell at the end."""
     expected: UsedService = NOTHING
     """What is left of its prediction."""
-    is_queued: bool = False
+    queued_in: object = None
+    """The TicketQueue that it waits in: that of its lane."""
     refused_by: frozenset[str] = frozenset()
     """Workers that will never take it, as they have said."""
     kept_on: str = ""

@@ -126,6 +126,16 @@ async def test_in_the_last_fifth_of_its_time_in_the_queue_it_is_an_ordinary_requ
     assert not submits(worker)["flex"].is_batch
 
 
+async def test_who_has_become_an_ordinary_request_is_not_the_oldest_of_the_others() -> None:
+    rig, _ = served(num_requests=1)
+    rig.ask("runs", "a")
+    now_s = rig.clock.now_s
+    rig.ask("late", "c", is_batch=True, window=BatchWindow(now_s, now_s + 5.0))
+    rig.ask("waits", "c", is_batch=True)
+    rig.advance(4.7)
+    rig.dispatcher.check_integrity()
+
+
 async def test_a_line_that_gives_way_too_long_goes_on_as_the_next_attempt() -> None:
     """The end of its window is near: from the tokens that it has, and no longer as class batch."""
     rig, worker = served(num_requests=2)
