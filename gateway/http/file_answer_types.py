@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from registry.state.batches import BatchState
+
 
 class _Struct(msgspec.Struct, kw_only=True):
     pass
@@ -92,16 +94,7 @@ class BatchAnswer(_Struct):
     errors: _BatchErrors | None
     input_file_id: str
     completion_window: Literal["24h"]
-    status: Literal[
-        "validating",
-        "in_progress",
-        "finalizing",
-        "cancelling",
-        "completed",
-        "failed",
-        "expired",
-        "cancelled",
-    ]
+    status: BatchState
     output_file_id: str | None
     error_file_id: str | None
     created_at: int

@@ -25,8 +25,8 @@ Labels: TypeAlias = tuple[tuple[str, str], ...]
 Key: TypeAlias = tuple[str, Labels]
 Build: TypeAlias = "Callable[[], Iterable[Family]]"
 
-# How gauges of several processes become one. `sum`: each has its own part of the whole. `max`: one
-# thing that many see. Every gauge is in one of the two (a test sees to it).
+# Gauges that are one thing seen by several processes: the largest counts. All others are added up,
+# since each process has its own part of the whole; a test has the list of those.
 MAX = frozenset(
     {
         "polyhost_build_info",
