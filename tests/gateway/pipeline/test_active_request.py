@@ -62,7 +62,7 @@ async def test_an_answered_request_leaves_nothing_for_the_collector(
     """It comes seldom (server/interpreter.py), and a prompt may be large."""
     kit.dispatcher.script = kit.speak("The game is afoot!")
     gc.collect()
-    before = living()  # what tests of other files have left
+    before = living()  # held by errors that are parameters of other tests, by their tracebacks
     gc.disable()
     try:
         for _ in range(3):
@@ -85,7 +85,7 @@ async def test_nor_does_one_that_failed(kit: Kit, client: Client) -> None:
 
     kit.dispatcher.script = fails
     gc.collect()
-    before = living()  # what tests of other files have left
+    before = living()  # held by errors that are parameters of other tests, by their tracebacks
     gc.disable()
     try:
         for _ in range(3):
